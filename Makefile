@@ -1,0 +1,48 @@
+# Two commands, each a thin line over a documented one:
+#   make labs                 install, run every lab, say which published number no longer holds
+#   make labs LABS="00 01"    only these
+#   make labs TORCH=cpu       PyTorch's CPU wheels (smaller), where PyTorch's own index can be reached
+#   make test                 everything that CI runs
+LABS  ?=
+TORCH ?= default
+VENV  := .venv
+BIN   := $(VENV)/bin
+# The first Python of a supported version; override with PYTHON=/path/to/python3.12
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && echo $$p && break; done)
+STAMP := $(VENV)/installed-$(TORCH)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIN = $(shell sed -n 's/^ *"\(\(torch\|torchvision\)==[^"]*\)",*$$/\1/p' pyproject.toml)
+
+.PHONY: labs test install clean
+
+labs: $(STAMP)
+	@$(BIN)/labs run $(LABS); run=$$?; $(BIN)/labs check $(LABS) && exit $$run
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check labsupport tests
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/labs run
+	$(BIN)/labs check
+	$(BIN)/python -m pytest --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg --nbval-cell-timeout 300 notebooks/00_*.ipynb
+	$(BIN)/python -m pytest
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv found (Debian: apt install python3-venv)." \
+		"Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@if [ "$(TORCH)" = cpu ]; then \
+		echo "Installing $(PIN) from PyTorch's CPU index"; \
+		$(BIN)/python -m pip install --retries 1 --timeout 15 --index-url $(CPU_INDEX) $(PIN) \
+		|| echo "PyTorch's CPU index cannot be reached: taking the default wheels instead"; fi
+	@echo "Installing the pinned set (with PyTorch's default wheels about 5 GB; a minute or several)"
+	$(BIN)/python -m pip install --editable ".[run,test,pinned]"
+	@rm -f $(VENV)/installed-* && touch $@
+
+clean:
+	rm -rf $(VENV) build
