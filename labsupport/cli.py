@@ -1,0 +1,245 @@
+"""The command line: `labs`. Each command is a thin line over a function of the package."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from labsupport.publish import published
+from labsupport.publish.catalogue import Book, UsageError, all_books, find_root, parse_parameters, select
+from labsupport.publish.published import PublishedError
+from labsupport.publish.run import Run, run_labs
+from labsupport.units import format_bytes, format_seconds
+
+EPILOG = """\b
+Exit codes:
+  0    all went well, and every published number held
+  1    a lab failed, or a published number no longer holds
+  2    the request makes no sense: unknown lab, parameter or option, nothing to write to
+  130  interrupted; what ran until then is kept in build/
+"""
+
+
+class Commands(click.Group):
+    """Turns our own errors into one clear line and exit code 2, and Ctrl-C into 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (UsageError, PublishedError) as error:
+            click.echo(f"labs: {error}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="labsupport")
+def main() -> None:
+    """Feed the GPU: run the labs, check every published number, publish a run.
+
+    \b
+    labs run 00          execute one lab into build/
+    labs check           which published number no longer holds?
+    labs run --help      more, with examples
+    """
+
+
+labs_argument = click.argument("labs", nargs=-1, metavar="[LAB]...")
+build_option = click.option("--build", type=click.Path(file_okay=False, path_type=Path), help="Folder of runs [build/].")
+profile_option = click.option(
+    "--profile",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="The device: auto takes a GPU on which a kernel really runs, else the CPU.",
+)
+timeout_option = click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds a lab may take."
+)
+
+
+@main.command("list")
+def list_command() -> None:
+    """The labs, with their time, hardware and parameters.
+
+    \b
+    Example:
+      labs list
+    """
+    for book in all_books(find_root()):
+        about = f"{book.metadata.get('seconds', '?')} s, {book.metadata.get('hardware', 'CPU or GPU')}"
+        click.echo(f"{book.id}  {book.title}  ({about})")
+        for name, default in book.parameters.items():
+            click.echo(f"      -p {name}={default}")
+
+
+@main.command("run", epilog=EPILOG)
+@labs_argument
+@profile_option
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Labs at once; timing labs run alone.")
+@timeout_option
+@click.option("-p", "pairs", multiple=True, metavar="NAME=VALUE", help="A parameter of the lab (see labs list).")
+@build_option
+def run_command(
+    labs: tuple[str, ...], profile: str, jobs: int, timeout_s: float, pairs: tuple[str, ...], build: Path | None
+) -> None:
+    """Execute labs with papermill. Executed copies, HTML pages and records go to build/.
+
+    \b
+    Examples:
+      labs run                       every lab
+      labs run 00 01                 these two
+      labs run 00 -p price_per_hour=3.2
+      labs run --profile cpu --timeout 300
+    """
+    root = find_root()
+    books = select(root, labs)
+    parameters = parse_parameters(books, pairs)
+    if not books:
+        raise UsageError(f"there are no labs in {root / 'notebooks'}")
+    failed, finished = False, []
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for book, run in _with_progress(books, build or root / "build", profile, jobs, timeout_s, parameters):
+            finished.append(book.id)
+            failed |= run.status != "ok"
+            click.echo(_line(book, run))
+    except KeyboardInterrupt:
+        kept = f"labs {', '.join(finished)} ran and are kept in build/" if finished else "no lab had finished"
+        click.echo(f"\nlabs: interrupted: {kept}; nothing is left running", err=True)
+        raise
+    sys.exit(1 if failed else 0)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _with_progress(
+    books: list[Book], build: Path, profile: str, jobs: int, timeout_s: float, parameters: dict[str, Any]
+) -> Any:
+    """`run_labs`, with a bar while it runs. The bar is only for terminals: a log gets one line a lab."""
+    from tqdm import tqdm
+
+    cells = sum(len(book.notebook["cells"]) for book in books)
+    with tqdm(total=cells, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def on_cell(book: Book, cell: int, of: int) -> None:
+            bar.set_description(f"lab {book.id}, cell {cell + 1} of {of}", refresh=False)
+            bar.update()
+
+        options = {"profile": profile, "jobs": jobs, "timeout_s": timeout_s, "parameters": parameters}
+        for book, run in run_labs(books, build, on_cell=on_cell, **options):  # type: ignore[arg-type]
+            bar.clear()
+            yield book, run
+
+
+def _line(book: Book, run: Run) -> str:
+    state = "ok" if run.status == "ok" else run.status.upper()
+    about = f"{format_seconds(run.seconds)}, peak {format_bytes(run.peak_bytes)}, {len(run.records)} records"
+    line = f"{book.id}  {state:8} {about}  {book.title}"
+    if run.status == "ok":
+        return line
+    where = f"cell {run.cell} of " if run.cell is not None else ""
+    return f"{line}\n      {where}{book.path}\n      {run.error}"
+
+
+@main.command("check", epilog=EPILOG)
+@labs_argument
+@timeout_option
+@build_option
+def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -> None:
+    """Compare the last run with what is published; exit 1 when a number no longer holds.
+
+    A ratio out of its band is measured once more before it counts as broken.
+
+    \b
+    Examples:
+      labs check
+      labs check 00
+    """
+    from labsupport.publish.check import check
+
+    root = find_root()
+    build = build or root / "build"
+
+    def again(book: Book) -> Run:
+        click.echo(f"{book.id}  a ratio is out of its band: measuring it once more")
+        profile = "cuda" if Run.load_of(book, build).machine.get("profile") == "cuda" else "cpu"
+        return next(run for _, run in run_labs([book], build / "again", profile=profile, timeout_s=timeout_s))
+
+    report = check(select(root, labs), build, published.load_all(), again=again)
+    for row in report.rows:
+        click.echo(row.text)
+    click.echo(report.summary)
+    sys.exit(0 if report.ok else 1)
+
+
+@main.command("publish", epilog=EPILOG)
+@labs_argument
+@click.option("--rebase", type=click.IntRange(min=5), metavar="N", help="Run N times (5 or more), set each ratio's band.")
+@click.option("--values-only", is_flag=True, help="Leave the notebooks: a second machine's values beside the first's.")
+@profile_option
+@timeout_option
+@build_option
+def publish_command(
+    labs: tuple[str, ...],
+    rebase: int | None,
+    values_only: bool,
+    profile: str,
+    timeout_s: float,
+    build: Path | None,
+) -> None:
+    """Make the last run the published one: outputs in notebooks/, values in labsupport/published/.
+
+    \b
+    Examples:
+      labs publish 00
+      labs publish 00 --rebase 5     five runs; the last is published, all set the bands
+    """
+    from labsupport.publish import release
+
+    root = find_root()
+    build = build or root / "build"
+    books = select(root, labs)
+    seen: dict[str, dict[str, list[float]]] = {}
+    for turn in range(rebase or 0):
+        for book, run in _with_progress(books, build, profile, 1, timeout_s, {}):
+            click.echo(f"run {turn + 1} of {rebase}: {_line(book, run)}")
+            for name, record in run.records.items():
+                if record.kind == "ratio":
+                    seen.setdefault(book.id, {}).setdefault(name, []).append(record.value)
+    bands = {lab: {name: release.band_of(values) for name, values in found.items()} for lab, found in seen.items()}
+    texts = release.staged(root, books, build, published.load_all(), bands=bands, values_only=values_only)
+    changed = release.write_all(texts)
+    for path in changed:
+        click.echo(f"wrote {path}")
+    if not changed:
+        click.echo("nothing changed: this run is the published one")
+
+
+@main.command("claims")
+@click.option("--markdown", is_flag=True, help="As a Markdown table.")
+def claims_command(markdown: bool) -> None:
+    """The published claims that the labs put to the test, and what each machine's numbers say of them.
+
+    \b
+    Example:
+      labs claims
+    """
+    from labsupport.publish import claims
+
+    values = {
+        family: {f"{lab}/{name}": entry.record for lab, entries in found.labs.items() for name, entry in entries.items()}
+        for family, found in published.load_all().items()
+    }
+    render: Callable[[Any], str] = claims.claims_markdown if markdown else claims.claims_text
+    click.echo(render(values))
+
+
+if __name__ == "__main__":
+    main()

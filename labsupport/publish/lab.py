@@ -1,0 +1,250 @@
+"""A notebook's session: what it records, says, predicts and checks, and how it compares with the published run."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from labsupport import machine
+from labsupport.publish import published
+from labsupport.publish.records import (
+    METADATA_KEY,
+    SAY_MIME,
+    SUMMARY_MIME,
+    Record,
+    absent_bundle,
+    fields_of,
+    sentence,
+)
+from labsupport.units import format_value
+
+# What a result object tells of its value, beside `.value` and `.unit`.
+MEASURED = ("n", "spread", "interval")
+
+
+class Lab:
+    """The session of one lab: `lab = Lab("00")`.
+
+    `device` is where the lab's tensors live, `machine` the fingerprint that travels with every number. The
+    session keeps nothing outside the notebook, except the reader's own guesses (in `~/.labsupport`, never while
+    `labs run` executes).
+    """
+
+    def __init__(self, lab: str) -> None:
+        choice = machine.choose_device()
+        self.id = lab
+        self.device = choice.device
+        self.machine = machine.fingerprint(choice.device)
+        self.records: dict[str, Record] = {}
+        self.guesses: dict[str, float | None] = {}
+        self.answers: dict[str, bool | None] = {}  # exercise -> right, wrong, or None for unanswered
+        text = f"Lab {lab} runs on the {self.profile.upper()}: {choice.reason} (measured)\n"
+        text += f"{self.machine.describe()} (measured)"
+        present = [need for need in machine.NEEDS if machine.has(need)]
+        about = self.machine.to_dict() | {"family": self.machine.family, "present": present}
+        _show({"text/plain": text}, {METADATA_KEY: {"lab": lab, "machine": about}})
+
+    @property
+    def profile(self) -> str:
+        """"cpu" or "cuda": which settings and which published numbers apply."""
+        return self.machine.profile
+
+    def scale(self, *, cpu: Any, cuda: Any) -> Any:
+        """The setting for this profile: a CPU runs the same code on less."""
+        return {"cpu": cpu, "cuda": cuda}[self.profile]
+
+    def record(self, name: str, value: Any, unit: str = "", *, kind: str = "info", **details: Any) -> None:
+        """Show a value and put it on record.
+
+        `value` is a number, a result with `.value` and `.unit` (a `Ceiling`, a `PairedRatio`), whose n, spread and
+        interval are taken along, or a function that gives one. `details` are those of `Record`: tolerance, n, spread, interval, seed, needs, at_least,
+        bound_applies. With `needs` ("cuda", "2 GPUs", "compiler", "root") a machine without it records nothing,
+        calls nothing, and says so. Raises ValueError for a name already taken, an unknown kind or need, a value
+        that is not finite.
+        """
+        if name in self.records:
+            raise ValueError(f"{name!r} is on record already ({self.records[name].text}): choose another name")
+        needs = details.get("needs")
+        if needs and not machine.has(needs):
+            _show(*absent_bundle(name, unit, kind, needs))
+            return
+        if callable(value):
+            value = value()
+        if hasattr(value, "value"):
+            details = {key: getattr(value, key) for key in MEASURED if hasattr(value, key)} | details
+            unit, value = unit or value.unit, value.value
+        record = Record(name=name, value=value, unit=unit, kind=kind, **details)
+        self.records[name] = record
+        _show(*record.bundle())
+
+    def say(
+        self,
+        text: str = "",
+        *,
+        about: str = "",
+        above: str = "",
+        below: str = "",
+        same: str = "",
+        margin: float = 0.05,
+    ) -> None:
+        """A sentence with recorded numbers in it; one that says how something turned out has its branches.
+
+        `say("It took {step_s}.")`, or `say(about="speedup", above="Faster: {speedup}.", below="Slower.",
+        same="No difference.")`: see `records.sentence`. Raises ValueError for a record that is not there, and
+        for an outcome without its other side (a sentence about a ratio could be false on another machine).
+        """
+        said: dict[str, Any] = {"text": text}
+        if about:
+            said = {"about": about, "above": above, "below": below, "same": same, "margin": margin}
+        templates = [part for part in said.values() if isinstance(part, str)]
+        used = {field for part in templates for field in fields_of(part)} | ({about} if about else set())
+        if missing := sorted(used - set(self.records)):
+            raise ValueError(f"lab.say uses {', '.join(missing)}, not on record; there are {_listed(self.records)}")
+        if about and (not (above and below and same) or self.records[about].kind != "ratio"):
+            raise ValueError(f"lab.say about {about!r}: a record of kind 'ratio' and above, below, same are expected")
+        ratios = sorted(name for name in used if self.records[name].kind == "ratio")
+        if not about and ratios:
+            raise ValueError(f"{ratios[0]!r} may turn out the other way: use about=, above=, below=, same=")
+        _show({SAY_MIME: said, "text/markdown": said_text(said, self.records)})
+
+    def predict(self, name: str, guess: float | None = None, *, question: str = "") -> None:
+        """Take the reader's guess of a record that is still to come. Unanswered is fine, and says so."""
+        if name in self.records:
+            raise ValueError(f"{name!r} is measured already ({self.records[name].text}): predict before you measure")
+        if guess is not None and (isinstance(guess, bool) or not isinstance(guess, int | float)):
+            raise TypeError(f"the guess for {name!r} is {guess!r}; a number is expected, or None")
+        self.guesses[name] = guess
+        answer = "no guess yet: put a number for guess=" if guess is None else f"your guess is {guess:g}"
+        _show({"text/plain": f"{question or name}\n  {answer}"})
+
+    def check(self, name: str, answer: float | None, expected: float, *, tolerance: float = 0.05, hint: str = "") -> None:
+        """Compare an exercise's answer; `tolerance` is relative. A wrong answer is told, and fails nothing."""
+        self.answers[name] = None
+        if answer is None:
+            _show({"text/plain": f"{name}: unanswered. {hint}".rstrip()})
+            return
+        try:
+            right = math.isclose(float(answer), float(expected), rel_tol=tolerance)
+        except (TypeError, ValueError):
+            self.answers[name] = False
+            _show({"text/plain": f"{name}: got {answer!r}, a number is expected (measured)"})
+            return
+        self.answers[name] = right
+        verdict = "right" if right else "not yet"
+        tail = "" if right or not hint else f"\n  {hint}"
+        _show({"text/plain": f"{name}: {verdict}: got {float(answer):.4g} / expected {expected:.4g} (measured){tail}"})
+
+    def summary(self) -> None:
+        """Yours beside the published, the claims this lab touches, and how far off your guesses were."""
+        guesses = {name: guess for name, guess in self.guesses.items() if name in self.records}
+        _show(summary_bundle(self.id, self.records, published.load_all(), self.machine.family, guesses))
+        diary = Diary.of_reader()
+        if diary:
+            diary.keep(self.id, {n: (g, self.records[n].value) for n, g in guesses.items() if g is not None})
+            _show({"text/plain": diary.text})
+
+
+def said_text(said: Mapping[str, Any], records: Mapping[str, Record]) -> str:
+    """The sentence as an output shows it: marked as measured unless every number in it is exact."""
+    text = sentence(said, records)
+    exact = "text" in said and all(records[field].kind == "exact" for field in fields_of(said["text"]))
+    return text if exact else f"{text} <small>(measured)</small>"
+
+
+def summary_bundle(
+    lab: str,
+    records: Mapping[str, Record],
+    machines: Mapping[str, published.Published],
+    family: str,
+    guesses: Mapping[str, float | None],
+) -> dict[str, Any]:
+    """The output of `lab.summary()`: a table as text and as HTML. Its lines are marked as measured."""
+    columns = sorted(machines, key=lambda name: (name != family, name))
+    rows = []
+    for name, record in records.items():
+        row = [name, format_value(record.value, record.unit)]
+        for column in columns:
+            other = machines[column].records(lab).get(name)
+            row.append(format_value(other.value, other.unit) if other else "not published")
+        rows.append([*row, _error_of(guesses.get(name), record.value)])
+    header = ["record", "yours", *(f"published: {name}" for name in columns), "your guess"]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    return {
+        SUMMARY_MIME: {"lab": lab, "records": list(records)},
+        "text/plain": "\n".join(f"{line} (measured)" for line in lines),
+        "text/html": f"<!-- (measured) --><table><tr>{head}</tr>{cells}</table>",
+    }
+
+
+def _error_of(guess: float | None, value: float) -> str:
+    """How far a guess was: as a factor where both are positive, for a guess of half is as wrong as twice."""
+    if guess is None:
+        return "none"
+    if guess > 0 and value > 0:
+        return f"{guess:g}, off by {max(guess / value, value / guess):.2g}x"
+    return f"{guess:g}, off by {abs(guess - value):.2g}"
+
+
+class Diary:
+    """The reader's guesses over all labs, in a file of their own: it is about them, and no lab reads numbers from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_reader(cls) -> "Diary | None":
+        """None while `labs run` executes: a published output must not depend on who runs it."""
+        return None if os.environ.get("LABS_RUN") else cls(Path.home() / ".labsupport" / "guesses.json")
+
+    def keep(self, lab: str, guesses: Mapping[str, tuple[float, float]]) -> None:
+        """Remember guess and measured value of each question. A home that cannot be written is no reason to stop."""
+        kept = self.read()
+        kept[lab] = {**kept.get(lab, {}), **{name: list(pair) for name, pair in guesses.items()}}
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text(json.dumps(kept, indent=1))
+        except OSError:
+            pass
+
+    def read(self) -> dict[str, dict[str, list[float]]]:
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def text(self) -> str:
+        """One bar a question, lab by lab: a longer bar was further off (a bar's step is a factor of 1.25)."""
+        lines = []
+        for lab, guesses in sorted(self.read().items()):
+            for name, (guess, value) in guesses.items():
+                steps = 20
+                if guess > 0 and value > 0:
+                    steps = min(20, round(abs(math.log(guess / value)) / math.log(1.25)))
+                lines.append(f"lab {lab}  {name:30} {'#' * steps or '='} {_error_of(guess, value)}")
+        return "\n".join(["Your guesses so far:", *lines]) if lines else "No guesses yet: lab.predict takes them."
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names) or "none yet"
+
+
+def _show(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
+    """Display a bundle; outside IPython (a test, a script) print its text."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        get_ipython = None  # type: ignore[assignment]
+    if get_ipython is None or get_ipython() is None:
+        print(data.get("text/plain") or data.get("text/markdown"))
+    else:
+        display(data, raw=True, metadata=metadata or {})
+
+

@@ -1,0 +1,197 @@
+"""What made a number: a hash of the code that leads to a record, blind to comments, predictions and answers.
+
+A record's hash covers its own cell and the code cells before it, as normalised syntax trees, and the instrument
+modules that the record uses. Uses: those behind the names on which the recording cell depends, followed backwards
+from cell to cell, with what these modules import of ours. So one changed line in an instrument makes exactly the
+records stale that lean on it.
+"""
+
+import ast
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from labsupport.publish.records import records_in
+
+PACKAGE = "labsupport"
+# Cells whose text does not make a number: their edits leave records as they are.
+IGNORED_TAGS = {"setup", "predict", "exercise", "solution", "your-model"}
+# Calls of the session that show or ask, and make no number either.
+DISPLAY_CALLS = {"say", "predict", "check", "summary"}
+# The wings that show and publish a number do not make it.
+NOT_INSTRUMENTS = ("labsupport.publish", "labsupport.show", "labsupport.cli")
+
+
+def record_hashes(notebook: Mapping[str, Any], package: Path | None = None) -> dict[str, str]:
+    """Record name -> hash, for the records in this executed notebook's outputs.
+
+    `package` is the folder of labsupport's sources (default: the running one). Raises ValueError when a cell that
+    leads to a record is not plain Python.
+    """
+    modules = Modules(package or Path(__file__).parents[1])
+    cells: list[Cell] = []
+    aliases: dict[str, set[str]] = {}
+    hashes = {}
+    for number, raw in enumerate(notebook["cells"]):
+        if raw["cell_type"] != "code":
+            continue
+        cell = Cell.parse("".join(raw["source"]), number)
+        aliases |= modules.imported_by(cell.tree, "")
+        if IGNORED_TAGS & set(raw.get("metadata", {}).get("tags", [])):
+            continue
+        cells.append(cell)
+        names = [record.name for record in records_in(raw["outputs"])]
+        if not names:
+            continue
+        used = set().union(*(aliases.get(name, set()) for name in needed_names(cells)))
+        closure = sorted(modules.closure(used))
+        parts = [cell.dump for cell in cells] + [modules.dump(module) for module in closure]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        hashes.update(dict.fromkeys(names, digest))
+    return hashes
+
+
+def needed_names(cells: list["Cell"]) -> set[str]:
+    """The names on which the last cell depends, followed back through the cells that bind them."""
+    needed = set(cells[-1].loads)
+    for cell in reversed(cells[:-1]):
+        if cell.binds & needed:
+            needed |= cell.loads
+    return needed
+
+
+class Cell:
+    """One code cell: its normalised tree, the names it reads and the names it binds."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        tree.body = [node for node in tree.body if not _is_display(node)]
+        self.tree = tree
+        self.dump = dump(tree)
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        self.loads = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        self.binds = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        # A call like `model.train()` or `losses.append(x)` at a statement's start changes what the name holds.
+        self.binds |= {_root_name(node.value.func) for node in ast.walk(tree) if _is_bare_method_call(node)}
+        self.binds |= {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        self.binds -= {"lab"}
+
+    @classmethod
+    def parse(cls, source: str, number: int) -> "Cell":
+        try:
+            return cls(ast.parse(source))
+        except SyntaxError as error:
+            raise ValueError(f"cell {number} is not plain Python (line {error.lineno}: {error.msg})") from error
+
+
+def _is_display(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+        return False
+    return _root_name(call.func) == "lab" and call.func.attr in DISPLAY_CALLS
+
+
+def _is_bare_method_call(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+
+
+def _root_name(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dump(node: Any) -> str:
+    """A syntax tree as text, without positions and docstrings, the same on Python 3.11 to 3.13 (ast.dump is not)."""
+    if isinstance(node, ast.AST):
+        parts = []
+        for field, value in ast.iter_fields(node):
+            if field == "body" and isinstance(value, list) and not isinstance(node, ast.Lambda):
+                value = value[1:] if value and _is_docstring(value[0]) else value
+            if field in ("ctx", "type_comment", "type_params", "kind") or value is None or value == []:
+                continue
+            parts.append(f"{field}={dump(value)}")
+        return f"{type(node).__name__}({','.join(parts)})"
+    if isinstance(node, list):
+        return f"[{','.join(map(dump, node))}]"
+    return repr(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+class Modules:
+    """labsupport's own modules as syntax trees, and which of them import which."""
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        self.tree = lru_cache(maxsize=None)(self._tree)
+
+    def path(self, module: str) -> Path | None:
+        """The file of a module, or None when there is none of that name."""
+        base = self.package.joinpath(*module.split(".")[1:])
+        return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+    def _tree(self, module: str) -> ast.Module:
+        path = self.path(module)
+        assert path is not None, module
+        return ast.parse(path.read_text(encoding="utf-8"))
+
+    def dump(self, module: str) -> str:
+        return f"{module}:{dump(self.tree(module))}"
+
+    def imported_by(self, tree: ast.AST, inside: str) -> dict[str, set[str]]:
+        """Name bound by an import -> our modules behind it. `inside` is the importing module ("" for a cell)."""
+        found: dict[str, set[str]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == PACKAGE:
+                        found.setdefault(alias.asname or PACKAGE, set()).add(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                origin = self._origin(node, inside)
+                if origin.split(".")[0] == PACKAGE:
+                    for alias in node.names:
+                        found[alias.asname or alias.name] = {self.home(origin, alias.name)}
+        return {name: {m for m in modules if self.path(m)} for name, modules in found.items()}
+
+    def _origin(self, node: ast.ImportFrom, inside: str) -> str:
+        if not node.level:
+            return node.module or ""
+        path = self.path(inside)
+        steps = node.level - (1 if path is not None and path.name == "__init__.py" else 0)
+        parent = inside.split(".")[: len(inside.split(".")) - steps]
+        return ".".join([*parent, *([node.module] if node.module else [])])
+
+    def home(self, module: str, name: str) -> str:
+        """The module in which `from module import name` is at home: a submodule, or followed through re-exports."""
+        if self.path(f"{module}.{name}"):
+            return f"{module}.{name}"
+        path = self.path(module)
+        if path is None or path.name != "__init__.py":
+            return module
+        tree = self.tree(module)
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and any(name in (a.asname, a.name) for a in node.names):
+                return self.home(self._origin(node, module), name)
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_EXPORTS":
+                return ast.literal_eval(node.value).get(name, module)
+        return module
+
+    def closure(self, modules: set[str]) -> set[str]:
+        """These instrument modules and all they import of ours."""
+        found: set[str] = set()
+        waiting = [module for module in modules if not module.startswith(NOT_INSTRUMENTS)]
+        while waiting:
+            module = waiting.pop()
+            if module in found:
+                continue
+            found.add(module)
+            for imported in self.imported_by(self.tree(module), module).values():
+                waiting += [m for m in imported if not m.startswith(NOT_INSTRUMENTS)]
+        return found

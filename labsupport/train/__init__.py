@@ -1,0 +1,5 @@
+"""What is trained, how, and with what data."""
+
+from labsupport.train.data import StoredImages
+
+__all__ = ["StoredImages"]

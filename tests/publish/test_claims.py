@@ -1,0 +1,265 @@
+"""The claims ledger: every decided claim can turn out either way, and only records can turn it."""
+
+import tomllib
+from contextlib import suppress
+from importlib.resources import files
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labsupport.publish.claims import (
+    STATUSES,
+    Claim,
+    claims_markdown,
+    claims_text,
+    decide,
+    load_claims,
+    verdicts,
+)
+from labsupport.publish.predicates import parse_predicate
+from labsupport.publish.records import Record
+
+# Made-up records under which each decided claim holds, and under which it does not.
+FLIPS: dict[str, list[dict[str, float]]] = {
+    "cpu-ram": [{"00/host_copy_bandwidth": 50e9}, {"00/host_copy_bandwidth": 100.1e9}],
+    "cores-hundreds": [{"00/gpu_over_cpu_matmul": 100}, {"00/gpu_over_cpu_matmul": 99.9}],
+}
+CLAIMS = {claim.id: claim for claim in load_claims()}
+DECIDED = {id_: claim for id_, claim in CLAIMS.items() if claim.holds}
+HEAD = '[sources]\nT = "a tutorial"\n'
+BODY = 'topic = "Memory"\nsource = ["T"]\nclaim = "a | b"\nknown = "measure"\n'
+
+
+def claim_of(holds="", conditions="", says="", records=("00/a", "01/b")):
+    return Claim(
+        id="x",
+        topic="Memory",
+        source=("T",),
+        claim="a | b",
+        known="measure",
+        records=records,
+        holds=holds,
+        conditions=conditions,
+        says=says,
+    )
+
+
+def test_the_ledger_has_every_claim_once():
+    assert len(load_claims()) == len(CLAIMS) == 84
+    assert len({claim.topic for claim in CLAIMS.values()}) == 9
+
+
+def test_no_verdict_is_typed_in():
+    found = tomllib.loads((files("labsupport") / "claims.toml").read_text(encoding="utf-8"))
+    keys = {key for entry in found["claims"].values() for key in entry}
+    assert not keys & {"verdict", "status", "result", "outcome", "value", "holds_on"}
+    assert not {claim.known for claim in CLAIMS.values()} & set(STATUSES)
+
+
+def test_every_decided_claim_ships_records_that_flip_it():
+    assert set(FLIPS) == set(DECIDED)
+
+
+@pytest.mark.parametrize("id_", DECIDED)
+def test_records_flip_the_verdict(id_):
+    first, second = (decide(CLAIMS[id_], records) for records in FLIPS.get(id_, [{}, {}]))
+    assert first.status != second.status
+    assert {first.status, second.status} <= {"holds", "holds under conditions", "does not hold"}
+
+
+@pytest.mark.parametrize("value", [49.9e9, 100.1e9])
+def test_memory_outside_the_claimed_range_does_not_hold(value):
+    assert decide(CLAIMS["cpu-ram"], {"00/host_copy_bandwidth": value}).status == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("claim", "records", "status"),
+    [
+        (claim_of(records=()), {"00/a": 1}, "not yet decided"),
+        (claim_of("a > 1 and b > 1"), {"00/a": 9}, "not measurable here"),
+        (claim_of("a > 1 and b > 1"), {"00/b": 9, "01/a": 9}, "not measurable here"),
+        (claim_of("a > b", "a > b / 2"), {"00/a": 3, "01/b": 2}, "holds"),
+        (claim_of("a > b", "a > b / 2"), {"00/a": 3, "01/b": 4}, "holds under conditions"),
+        (claim_of("a > b", "a > b / 2"), {"00/a": 3, "01/b": 9}, "does not hold"),
+    ],
+)
+def test_every_status(claim, records, status):
+    assert decide(claim, records).status == status
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ({"00/a": 1, "01/b": 0}, "claim 'x'.*a / b > 1.*division"),
+        ({"00/a": float("nan"), "01/b": 1}, "'00/a' is nan"),
+    ],
+)
+def test_a_value_that_decides_nothing_is_an_error(records, message):
+    with pytest.raises(ValueError, match=message):
+        decide(claim_of("a / b > 1"), records)
+
+
+@pytest.mark.parametrize(
+    ("expression", "true"),
+    [
+        ("1 < a < 3 <= b", True),
+        ("1 < a < 3 <= b < 3", False),
+        ("not a > b", True),
+        ("a > b or -a + abs(-b) * 2 == 4", True),
+        ("b != 0 and a / b < 1", True),
+        ("min(a, b, 9) == 2 and max(a, b) == 3", True),
+    ],
+)
+def test_predicates(expression, true):
+    assert parse_predicate(expression, {"a", "b"}).test({"a": 2, "b": 3}) is true
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("a >", "not an expression"),
+        ("a", "'a' is not a comparison"),
+        ("True", "not a comparison"),
+        ("2 > 1", "uses no record"),
+        ("a > c", "'c' is not among the records"),
+        ("a > True", "not a number"),
+        ("a > '1'", "not a number"),
+        ("a ** 2 > 1", "not a number"),
+        ("a > (b := 1)", "not a number"),
+        ("a.real > 1", "not a number"),
+        ("a[0] > 1", "not a number"),
+        ("a in (1, 2)", "not a comparison"),
+        ("a is b", "not a comparison"),
+        ("max(a) > 1", "two numbers or more"),
+        ("max(*a) > 1", "two numbers or more"),
+        ("max(a, b, key=abs) > 1", "not a number"),
+        ("abs(a, b) > 1", "one number"),
+        ("(lambda: a)() > 1", "not a number"),
+        ("__import__('os') > a", "not a number"),
+        ("a > 1 if b else a > 2", "not a comparison"),
+        ("(" * 300 + "a" + ")" * 300 + " > 1", "not an expression"),
+    ],
+)
+def test_anything_else_is_refused_naming_claim_and_expression(expression, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        claim_of(expression)
+    assert "claim 'x'" in str(caught.value)
+    assert repr(expression) in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # "1and a" is one to the parser
+@given(st.text(alphabet="ab01.<>=+-*/(), andortmixsl[]:'_", max_size=40))
+def test_any_text_is_a_predicate_or_a_value_error(text):
+    with suppress(ValueError):
+        assert parse_predicate(text, {"a", "b"}).names
+
+
+def _of(pattern, *parts):
+    return st.tuples(*parts).map(lambda chosen: pattern.format(*chosen))
+
+
+NUMBER = st.recursive(
+    st.sampled_from(["a", "b", "2", "0.5"]),
+    lambda inner: (
+        _of("({} {} {})", inner, st.sampled_from("+-*/"), inner)
+        | _of("{}({}, {})", st.sampled_from(["min", "max"]), inner, inner)
+        | _of("-abs({})", inner)
+    ),
+    max_leaves=5,
+)
+COMPARISON = _of("a {0} {1} {0} {2}", st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), NUMBER, NUMBER)
+PREDICATE = st.recursive(
+    COMPARISON,
+    lambda inner: _of("({} {} {})", inner, st.sampled_from(["and", "or"]), inner) | _of("not {}", inner),
+)
+
+
+@given(PREDICATE, st.integers(-3, 3), st.integers(-3, 3))
+def test_python_agrees_with_every_predicate(text, a, b):
+    values = {"a": a, "b": b}
+    with suppress(ZeroDivisionError):
+        assert parse_predicate(text, values).test(values) is eval(text, {}, values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"records": ("a",), "holds": "a > 1"}, "lists record 'a'; lab/name"),
+        ({"records": ("00/a", "01/a"), "holds": "a > 1"}, "two records of one name"),
+        ({"records": ("00/a", "00/c"), "holds": "a > 1"}, "'c' must be both listed in records and used"),
+        ({"holds": "a > b", "says": "{c}"}, "'c' must be both"),
+        ({"records": ("00/a",)}, "records need holds"),
+        ({"records": (), "holds": "1 > 2"}, "records need holds"),
+        ({"records": (), "conditions": "1 > 2"}, "records need holds"),
+    ],
+)
+def test_a_claim_that_contradicts_itself_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        claim_of(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[claims.x]\n" + BODY + "verdict = 'holds'\n", "'x' has the unknown key 'verdict'"),
+        ("[claims.x]\n" + BODY + "[claims.x]\n" + BODY, "x.*twice"),
+        ("[claims.x]\n" + BODY.replace("topic", "lab"), "'x' lacks topic"),
+        ("[claims.x]\n" + BODY.replace('["T"]', '"T"'), "source is 'T'; a list of strings"),
+        ("[claims.x]\n" + BODY.replace('"T"', '"Q"'), "source 'Q' is not described"),
+        ("[claims.x]\n" + BODY + "lab = 3\n", "lab is 3; a string is expected"),
+        ("[claims.x]\n" + BODY + "records = ['00/a']\nholds = 'a > b'\n", "'a > b': 'b' is not among"),
+        ("[claims.x", "Expected"),
+    ],
+)
+def test_a_broken_ledger_is_refused_naming_the_file(tmp_path, text, message):
+    path = tmp_path / "claims.toml"
+    path.write_text(HEAD + text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_claims(path)
+    assert str(path) in str(caught.value)
+
+
+PUBLISHED = {
+    "cpu": {"00/a": Record(name="a", value=60e9, unit="B/s")},
+    "gpu": {"00/a": Record(name="a", value=2, unit="B/s"), "00/other": Record(name="other", value=1)},
+    "bare": {},
+}
+LEDGER = (claim_of("a > 5", records=("00/a",), says="it moves {a}"), claim_of(records=()))
+
+
+def test_verdicts_are_given_for_every_claim_and_machine():
+    rows = verdicts(PUBLISHED, LEDGER)
+    statuses = [[verdict.status for verdict in row.verdicts.values()] for row in rows]
+    assert statuses == [["holds", "does not hold", "not measurable here"], ["not yet decided"] * 3]
+
+
+def test_the_markdown_table_shows_verdict_and_measured_value():
+    assert claims_markdown(PUBLISHED, LEDGER).splitlines() == [
+        "**Memory**",
+        "",
+        "| id | claim | source | cpu | gpu | bare |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `x` | a \\| b | T | holds: it moves 60.0 GB/s | does not hold: it moves 2.00 B/s "
+        "| not measurable here (no 00/a) |",
+        "| `x` | a \\| b | T | not yet decided | not yet decided | not yet decided |",
+    ]
+
+
+def test_a_claim_without_a_sentence_names_its_values():
+    shown = claims_markdown({"cpu": PUBLISHED["cpu"]}, (claim_of("a > 5", records=("00/a",)),))
+    assert "holds: a = 60.0 GB/s" in shown
+
+
+def test_the_text_ends_with_a_count_of_each_status():
+    lines = claims_text(PUBLISHED, LEDGER).splitlines()
+    assert lines[-1] == (
+        "bare: 0 holds, 0 holds under conditions, 0 does not hold, 1 not measurable here, 1 not yet decided"
+    )
+    assert "      gpu: does not hold: it moves 2.00 B/s" in lines
+    assert claims_text({}, LEDGER).endswith("no machine has published results yet")
+
+
+def test_the_whole_ledger_renders():
+    shown = claims_markdown(PUBLISHED)
+    assert all(f"| `{id_}` |" in shown for id_ in CLAIMS)
