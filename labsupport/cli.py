@@ -49,7 +49,9 @@ def main() -> None:
 
 
 labs_argument = click.argument("labs", nargs=-1, metavar="[LAB]...")
-build_option = click.option("--build", type=click.Path(file_okay=False, path_type=Path), help="Folder of runs [build/].")
+build_option = click.option(
+    "--build", type=click.Path(file_okay=False, path_type=Path), help="Folder of runs [build/]."
+)
 profile_option = click.option(
     "--profile",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -58,7 +60,12 @@ profile_option = click.option(
     help="The device: auto takes a GPU on which a kernel really runs, else the CPU.",
 )
 timeout_option = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds a lab may take."
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=600,
+    show_default=True,
+    help="Seconds a lab may take.",
 )
 
 
@@ -80,12 +87,23 @@ def list_command() -> None:
 @main.command("run", epilog=EPILOG)
 @labs_argument
 @profile_option
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Labs at once; timing labs run alone.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Labs at once; timing labs run alone.",
+)
 @timeout_option
 @click.option("-p", "pairs", multiple=True, metavar="NAME=VALUE", help="A parameter of the lab (see labs list).")
 @build_option
 def run_command(
-    labs: tuple[str, ...], profile: str, jobs: int, timeout_s: float, pairs: tuple[str, ...], build: Path | None
+    labs: tuple[str, ...],
+    profile: str,
+    jobs: int,
+    timeout_s: float,
+    pairs: tuple[str, ...],
+    build: Path | None,
 ) -> None:
     """Execute labs with papermill. Executed copies, HTML pages and records go to build/.
 
@@ -181,7 +199,12 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
 
 @main.command("publish", epilog=EPILOG)
 @labs_argument
-@click.option("--rebase", type=click.IntRange(min=5), metavar="N", help="Run N times (5 or more), set each ratio's band.")
+@click.option(
+    "--rebase",
+    type=click.IntRange(min=5),
+    metavar="N",
+    help="Run N times (5 or more), set each ratio's band.",
+)
 @click.option("--values-only", is_flag=True, help="Leave the notebooks: a second machine's values beside the first's.")
 @profile_option
 @timeout_option
@@ -234,7 +257,9 @@ def claims_command(markdown: bool) -> None:
     from labsupport.publish import claims
 
     values = {
-        family: {f"{lab}/{name}": entry.record for lab, entries in found.labs.items() for name, entry in entries.items()}
+        family: {
+            f"{lab}/{name}": entry.record for lab, entries in found.labs.items() for name, entry in entries.items()
+        }
         for family, found in published.load_all().items()
     }
     render: Callable[[Any], str] = claims.claims_markdown if markdown else claims.claims_text

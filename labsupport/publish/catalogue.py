@@ -1,7 +1,6 @@
 """The labs of a checkout: where they lie, what their notebooks say of themselves, and the parameters they take."""
 
 import ast
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +22,12 @@ class Book:
     path: Path
 
     @cached_property
-    def notebook(self) -> dict[str, Any]:
+    def notebook(self) -> Any:
+        import nbformat
+
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            return nbformat.read(self.path, as_version=4)
+        except (OSError, ValueError, nbformat.ValidationError, nbformat.reader.NotJSONError) as error:
             raise UsageError(f"{self.path} cannot be read as a notebook: {error}") from error
 
     @property

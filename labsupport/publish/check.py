@@ -70,7 +70,11 @@ class Report:
         found = self.counts
         judged = found["held"] + found["broken"]
         parts = [f"{judged} judged", f"{found['held']} held", f"{found['beside']} shown beside"]
-        parts += [f"{found[name]} {name}" for name in ("stale", "skipped", "missing", "new") if found[name] or name in ("stale", "skipped")]
+        parts += [
+            f"{found[name]} {name}"
+            for name in ("stale", "skipped", "missing", "new")
+            if found[name] or name in ("stale", "skipped")
+        ]
         verdict = "every number held" if self.ok else "NOT every number held"
         return f"{verdict}: {', '.join(parts)}"
 
@@ -117,7 +121,15 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
     base, entries = _basis(book.id, run, machines)
     for name, record in run.records.items():
         if name in entries:
-            yield _judge(book.id, record, entries[name], family if base == family else base, run, hashes[name], base == family)
+            yield _judge(
+                book.id,
+                record,
+                entries[name],
+                family if base == family else base,
+                run,
+                hashes[name],
+                base == family,
+            )
         elif entries and base == family:
             yield _row(book.id, record, None, "new", "not published: labs publish")
         else:
@@ -219,7 +231,9 @@ def _notebook_rows(
                 now = record_hashes(committed, source)
             except ValueError as error:
                 now, found = {}, [*found, str(error)]
-            stale = sorted(name for name, entry in published.labs[book.id].items() if now.get(name, entry.hash) != entry.hash)
+            stale = sorted(
+                name for name, entry in published.labs[book.id].items() if now.get(name, entry.hash) != entry.hash
+            )
             for name in stale:
                 why = f"the committed output was made by other code than stands here now ({machine}): labs publish"
                 yield Row(lab=book.id, record=name, outcome="stale", why=why)
@@ -256,5 +270,3 @@ def _enough(book: Book, rows: list[Row], build: Path, machines: Mapping[str, Pub
     if _family(run) in machines and judged < JUDGED_SHARE * len(due):
         why = f"judged {judged} of {len(due)} records on the family that published them; {JUDGED_SHARE:.0%} are due"
         yield Row(lab=book.id, record="", outcome="failed", why=why)
-
-

@@ -187,9 +187,7 @@ def claims_text(published: PublishedRecords, claims: tuple[Claim, ...] | None = 
     return "\n".join(lines if published else [*lines, "no machine has published results yet"])
 
 
-def _by_topic(
-    published: PublishedRecords, claims: tuple[Claim, ...] | None
-) -> Iterator[tuple[str, list[LedgerRow]]]:
+def _by_topic(published: PublishedRecords, claims: tuple[Claim, ...] | None) -> Iterator[tuple[str, list[LedgerRow]]]:
     for topic, rows in groupby(verdicts(published, claims), key=lambda row: row.claim.topic):
         yield topic, list(rows)
 

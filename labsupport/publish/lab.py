@@ -49,7 +49,7 @@ class Lab:
 
     @property
     def profile(self) -> str:
-        """"cpu" or "cuda": which settings and which published numbers apply."""
+        """ "cpu" or "cuda": which settings and which published numbers apply."""
         return self.machine.profile
 
     def scale(self, *, cpu: Any, cuda: Any) -> Any:
@@ -60,10 +60,10 @@ class Lab:
         """Show a value and put it on record.
 
         `value` is a number, a result with `.value` and `.unit` (a `Ceiling`, a `PairedRatio`), whose n, spread and
-        interval are taken along, or a function that gives one. `details` are those of `Record`: tolerance, n, spread, interval, seed, needs, at_least,
-        bound_applies. With `needs` ("cuda", "2 GPUs", "compiler", "root") a machine without it records nothing,
-        calls nothing, and says so. Raises ValueError for a name already taken, an unknown kind or need, a value
-        that is not finite.
+        interval are taken along, or a function that gives one. `details` are those of `Record`: tolerance, n,
+        spread, interval, seed, needs, at_least, bound_applies. With `needs` ("cuda", "2 GPUs", "compiler", "root")
+        a machine without it records nothing, calls nothing, and says so. Raises ValueError for a name already
+        taken, an unknown kind or need, a value that is not finite.
         """
         if name in self.records:
             raise ValueError(f"{name!r} is on record already ({self.records[name].text}): choose another name")
@@ -120,7 +120,9 @@ class Lab:
         answer = "no guess yet: put a number for guess=" if guess is None else f"your guess is {guess:g}"
         _show({"text/plain": f"{question or name}\n  {answer}"})
 
-    def check(self, name: str, answer: float | None, expected: float, *, tolerance: float = 0.05, hint: str = "") -> None:
+    def check(
+        self, name: str, answer: float | None, expected: float, *, tolerance: float = 0.05, hint: str = ""
+    ) -> None:
         """Compare an exercise's answer; `tolerance` is relative. A wrong answer is told, and fails nothing."""
         self.answers[name] = None
         if answer is None:
@@ -192,7 +194,7 @@ def _error_of(guess: float | None, value: float) -> str:
 
 
 class Diary:
-    """The reader's guesses over all labs, in a file of their own: it is about them, and no lab reads numbers from it."""
+    """The reader's guesses over all labs, in a file of their own: no lab takes a number from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,10 +243,8 @@ def _show(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
         from IPython import get_ipython
         from IPython.display import display
     except ImportError:
-        get_ipython = None  # type: ignore[assignment]
+        get_ipython = None
     if get_ipython is None or get_ipython() is None:
         print(data.get("text/plain") or data.get("text/markdown"))
     else:
         display(data, raw=True, metadata=metadata or {})
-
-

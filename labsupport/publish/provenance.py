@@ -32,20 +32,23 @@ def record_hashes(notebook: Mapping[str, Any], package: Path | None = None) -> d
     """
     modules = Modules(package or Path(__file__).parents[1])
     cells: list[Cell] = []
-    aliases: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     hashes = {}
     for number, raw in enumerate(notebook["cells"]):
         if raw["cell_type"] != "code":
             continue
         cell = Cell.parse("".join(raw["source"]), number)
-        aliases |= modules.imported_by(cell.tree, "")
+        imported |= dict.fromkeys(cell.imports, set()) | modules.imported_by(cell.tree, "")
         if IGNORED_TAGS & set(raw.get("metadata", {}).get("tags", [])):
             continue
         cells.append(cell)
         names = [record.name for record in records_in(raw["outputs"])]
         if not names:
             continue
-        used = set().union(*(aliases.get(name, set()) for name in needed_names(cells)))
+        needed = leading_cells(cells, set(imported))
+        used = set().union(*(imported.get(name, set()) for cell in needed for name in cell.loads))
+        # The session's fingerprint is an instrument's reading too, though no cell imports it.
+        used |= {f"{PACKAGE}.machine"} if any(cell.reads_machine for cell in needed) else set()
         closure = sorted(modules.closure(used))
         parts = [cell.dump for cell in cells] + [modules.dump(module) for module in closure]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -53,31 +56,38 @@ def record_hashes(notebook: Mapping[str, Any], package: Path | None = None) -> d
     return hashes
 
 
-def needed_names(cells: list["Cell"]) -> set[str]:
-    """The names on which the last cell depends, followed back through the cells that bind them."""
-    needed = set(cells[-1].loads)
+def leading_cells(cells: list["Cell"], imported: set[str]) -> list["Cell"]:
+    """The last cell and those that it depends on, followed back through the names they bind or change.
+
+    A call on an imported module (`torch.manual_seed(0)`) does not count as a change of the module.
+    """
+    needed = [cells[-1]]
+    names = set(cells[-1].loads)
     for cell in reversed(cells[:-1]):
-        if cell.binds & needed:
-            needed |= cell.loads
+        if (cell.binds | (cell.changes - imported)) & names:
+            needed.append(cell)
+            names |= cell.loads
     return needed
 
 
 class Cell:
-    """One code cell: its normalised tree, the names it reads and the names it binds."""
+    """One code cell: its normalised tree, and the names that it reads, binds, changes by a call, and imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         tree.body = [node for node in tree.body if not _is_display(node)]
+        nodes = list(ast.walk(tree))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
         self.tree = tree
         self.dump = dump(tree)
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         self.loads = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         self.binds = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        # A call like `model.train()` or `losses.append(x)` at a statement's start changes what the name holds.
-        self.binds |= {_root_name(node.value.func) for node in ast.walk(tree) if _is_bare_method_call(node)}
-        self.binds |= {
-            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
-        self.binds -= {"lab"}
+        self.binds |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        # `model.train()` or `losses.append(x)` as a statement of its own changes what the name holds.
+        self.changes = {_root_name(call.func) for call in map(_bare_method_call, nodes) if call} - {"lab"}
+        imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        self.imports = {(alias.asname or alias.name).split(".")[0] for alias in imports}
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        self.reads_machine = any(node.attr == "machine" and _root_name(node) == "lab" for node in attributes)
 
     @classmethod
     def parse(cls, source: str, number: int) -> "Cell":
@@ -88,15 +98,14 @@ class Cell:
 
 
 def _is_display(node: ast.stmt) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-        return False
-    return _root_name(call.func) == "lab" and call.func.attr in DISPLAY_CALLS
+    call = _bare_method_call(node)
+    return call is not None and _root_name(call.func) == "lab" and call.func.attr in DISPLAY_CALLS  # type: ignore[attr-defined]
 
 
-def _is_bare_method_call(node: ast.AST) -> bool:
+def _bare_method_call(node: ast.AST) -> ast.Call | None:
+    """The call, where a statement is nothing but a call of a method."""
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    return call if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
 
 
 def _root_name(node: ast.AST) -> str:

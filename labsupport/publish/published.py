@@ -48,7 +48,8 @@ class Published:
 
     def to_json(self) -> str:
         labs = {
-            lab: {name: entry.to_dict() for name, entry in entries.items()} for lab, entries in sorted(self.labs.items())
+            lab: {name: entry.to_dict() for name, entry in entries.items()}
+            for lab, entries in sorted(self.labs.items())
         }
         return json.dumps({"machine": dict(self.machine), "labs": labs}, indent=1) + "\n"
 

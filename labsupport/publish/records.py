@@ -76,10 +76,10 @@ class Record:
             return f"{shown} (exact)"
         details = ["measured", f"n={self.n}"]
         if self.spread is not None:
-            details.append(f"spread {self.spread:.0%}")
+            details.append(f"spread {format_value(self.spread, 'share')}")
         if self.interval is not None:
             low, high = (format_value(bound, self.unit) for bound in self.interval)
-            details.append(f"95 % of it {low} to {high}")
+            details.append(f"95 % interval {low} to {high}")
         return f"{shown} ({', '.join(details)})"
 
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -72,7 +72,9 @@ def _publishable(book: Book, build: Path) -> tuple[Run, dict]:
         raise UsageError(f"lab {book.id} was not run: labs run {book.id}")
     run = Run.load(path)
     if run.status != "ok":
-        raise UsageError(f"the run of lab {book.id} ended with {run.status} ({run.error}): only a whole run is published")
+        raise UsageError(
+            f"the run of lab {book.id} ended with {run.status} ({run.error}): only a whole run is published"
+        )
     if run.parameters:
         raise UsageError(f"lab {book.id} ran with {dict(run.parameters)}: only a run with its defaults is published")
     if not run.records:
@@ -141,5 +143,3 @@ def with_table(text: str, table: str) -> str:
     before, mark, rest = text.partition(TABLE[0])
     _, end, after = rest.partition(TABLE[1])
     return f"{before}{mark}{table}\n{end}{after}" if mark and end else text
-
-

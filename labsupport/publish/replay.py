@@ -13,7 +13,14 @@ from labsupport.publish.records import METADATA_KEY, SAY_MIME, SUMMARY_MIME, Rec
 
 # A line with this mark differs from run to run. tests/notebooks/sanitize.cfg gives `pytest --nbval` the same rule.
 SANITIZE = {r"(?m)^.*\(measured.*$": "(measured)"}
-SKIP = ("metadata", "output_type", "name", "execution_count", "image/png", "application/vnd.jupyter.widget-view+json")
+SKIP = (
+    "metadata",
+    "output_type",
+    "name",
+    "execution_count",
+    "image/png",
+    "application/vnd.jupyter.widget-view+json",
+)
 
 # The reader's own model: what it prints is theirs. Nothing of it is published, and nothing compared.
 OWN = {"your-model"}
@@ -77,7 +84,9 @@ def inconsistencies(notebook: Mapping[str, Any], lab: str, machine: str, publish
                 records = list(records_in([output]))
                 for record in records:
                     if record != values.get(record.name):
-                        found.append(f"cell {number}: record {record.name} is not the published {_value(values, record)}")
+                        found.append(
+                            f"cell {number}: record {record.name} is not the published {_value(values, record)}"
+                        )
                     elif text != record.text:
                         found.append(f"cell {number}: shows {text!r}, published is {record.text!r}")
                 about = output.get("metadata", {}).get(METADATA_KEY, {}).get("machine")
@@ -108,8 +117,15 @@ def normalised(executed: Mapping[str, Any], lab: str, machine: str, published: P
     """
     cells = []
     for cell in executed["cells"]:
-        metadata = {key: cell["metadata"][key] for key in ("tags", "jupyter", METADATA_KEY) if cell["metadata"].get(key)}
-        kept = {"cell_type": cell["cell_type"], "id": cell["id"], "metadata": metadata, "source": cell["source"]}
+        metadata = {
+            key: cell["metadata"][key] for key in ("tags", "jupyter", METADATA_KEY) if cell["metadata"].get(key)
+        }
+        kept = {
+            "cell_type": cell["cell_type"],
+            "id": cell["id"],
+            "metadata": metadata,
+            "source": cell["source"],
+        }
         if cell["cell_type"] == "code":
             own = OWN & set(cell["metadata"].get("tags", []))
             outputs = [_without_view(output) for output in cell["outputs"] if not own]
@@ -144,5 +160,8 @@ def notebook_text(notebook: Mapping[str, Any]) -> str:
     return writes(node) + "\n"
 
 
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+def load(path: Path) -> Any:
+    """A notebook with its multi-line strings joined."""
+    import nbformat
+
+    return nbformat.read(path, as_version=4)

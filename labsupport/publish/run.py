@@ -122,7 +122,10 @@ class Watch:
         for old in (copy, copy.with_suffix(".html"), result_file(book, self.build)):
             old.unlink(missing_ok=True)
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="labs-") as scratch, self._worker(book, copy, scratch) as tree:
+        with (
+            tempfile.TemporaryDirectory(prefix="labs-") as scratch,
+            self._worker(book, copy, scratch) as tree,
+        ):
             outcome = self._follow(book, tree, started + self.timeout_s + GRACE_S)
         run = self._gather(book, copy, outcome, time.monotonic() - started, tree.peak_bytes)
         write_whole(result_file(book, self.build), run.to_json())
@@ -157,7 +160,12 @@ class Watch:
         env = dict(os.environ)
         # A kernel called python3 from JUPYTER_PATH or the home folder would win over this environment's own.
         env.pop("JUPYTER_PATH", None)
-        env |= {"JUPYTER_PREFER_ENV_PATH": "1", "IPYTHONDIR": scratch, "LABS_RUN": "1", "LABS_PROFILE": self.profile}
+        env |= {
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "IPYTHONDIR": scratch,
+            "LABS_RUN": "1",
+            "LABS_PROFILE": self.profile,
+        }
         # The notebooks import the package that runs them, wherever the command was started.
         source = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
@@ -185,7 +193,11 @@ class Watch:
         if self.stopping.is_set() and ended is None:
             return {"status": "stopped", "cell": last, "error": "interrupted"}
         if ended is None:
-            return {"status": "timeout", "cell": last, "error": f"not finished after {self.timeout_s:g} s, and killed"}
+            return {
+                "status": "timeout",
+                "cell": last,
+                "error": f"not finished after {self.timeout_s:g} s, and killed",
+            }
         outcome = next((m["outcome"] for m in messages if "outcome" in m), None)
         detail = complaints[-1].strip() if complaints else f"exit status {ended}"
         return outcome or {"status": "died", "cell": last, "error": f"the worker ended early: {detail}"}

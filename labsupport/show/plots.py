@@ -42,10 +42,20 @@ def timeline(lanes: Mapping[str, Sequence[tuple[float, float]]], *, window_s: fl
             now += wait + work
             if now >= window_s:
                 break
-        axes.broken_barh([(1e3 * t, 1e3 * d) for t, d in waits], (row - 0.35, 0.7), facecolor=WAITING, hatch="///",
-                         edgecolor="white", label="waiting for data" if row == 0 else None)
-        axes.broken_barh([(1e3 * t, 1e3 * d) for t, d in works], (row - 0.35, 0.7), facecolor=BUSY,
-                         label="computing" if row == 0 else None)
+        axes.broken_barh(
+            [(1e3 * t, 1e3 * d) for t, d in waits],
+            (row - 0.35, 0.7),
+            facecolor=WAITING,
+            hatch="///",
+            edgecolor="white",
+            label="waiting for data" if row == 0 else None,
+        )
+        axes.broken_barh(
+            [(1e3 * t, 1e3 * d) for t, d in works],
+            (row - 0.35, 0.7),
+            facecolor=BUSY,
+            label="computing" if row == 0 else None,
+        )
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * window_s)
@@ -78,7 +88,7 @@ def plot_ceilings(ceilings: Ceilings, *, beside: Mapping[str, Accelerator] | Non
 
 
 def _bars(axes: Any, bars: list[tuple[str, float, str]], unit: str, title: str) -> None:
-    for row, (label, value, color) in enumerate(bars):
+    for row, (_, value, color) in enumerate(bars):
         axes.barh(row, value, color=color, hatch="///" if color == OTHER else "", edgecolor="white")
         axes.annotate(format_value(value, unit), (value, row), xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])

@@ -10,13 +10,15 @@ from torch.utils.data import Dataset
 class StoredImages(Dataset[tuple[Tensor, int]]):
     """JPEG images in a store that takes `latency_s` to open each one; items are (float[3, side, side] in 0..1, label).
 
-    There are `count` items of at most `distinct` different images. The images are crops of scikit-learn's two sample photographs, and decoding them is real work. The store's
-    latency is emulated by waiting, which is what a process does while a disk or a network answers: it stands for
-    the store, it is not one. The label says which photograph an image came from. Importable, so loader workers
-    can be forked or spawned.
+    There are `count` items of at most `distinct` different images: crops of scikit-learn's two sample photographs.
+    Decoding them is real work. The store's latency is emulated by waiting, which is what a process does while a
+    disk or a network answers: it stands for the store, it is not one. The label says which photograph an image
+    came from. Importable, so loader workers can be forked or spawned.
     """
 
-    def __init__(self, count: int, *, latency_s: float = 0.0, side: int = 64, distinct: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self, count: int, *, latency_s: float = 0.0, side: int = 64, distinct: int = 64, seed: int = 0
+    ) -> None:
         if count < 1 or distinct < 1 or latency_s < 0 or not 8 <= side <= 400:
             raise ValueError(
                 f"count={count}, distinct={distinct}, latency_s={latency_s}, side={side}: "

@@ -205,9 +205,7 @@ def test_the_frame_has_a_column_for_each_parameter_and_result(log):
     assert frame.loc["next", "loss"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("higher", "gains", "in_all"), [(False, [2, 0.5], [1, 2, 1]), (True, [0.5, 2], [1, 0.5, 1])]
-)
+@pytest.mark.parametrize(("higher", "gains", "in_all"), [(False, [2, 0.5], [1, 2, 1]), (True, [0.5, 2], [1, 0.5, 1])])
 def test_the_ladder_gives_gains_on_the_parent_and_on_the_first(log, higher, gains, in_all):
     for name, value in (("base", 4.0), ("amp", 2.0), ("compile", 4.0)):
         log.add(name, {"step": name}, value)
