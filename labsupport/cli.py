@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 from labsupport.publish import published
 from labsupport.publish.catalogue import Book, UsageError, all_books, find_root, parse_parameters, select
 from labsupport.publish.published import PublishedError
-from labsupport.publish.run import Run, run_labs
+from labsupport.publish.run import Run, busy_neighbour, run_labs
 from labsupport.units import format_bytes, format_seconds
 
 EPILOG = """\b
@@ -191,9 +192,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
         return next(run for _, run in run_labs([book], build / "again", profile=profile, timeout_s=timeout_s))
 
     report = check(select(root, labs), build, published.load_all(), again=again)
-    for row in report.rows:
-        click.echo(row.text)
-    click.echo(report.summary)
+    click.echo(report.text)
     sys.exit(0 if report.ok else 1)
 
 
@@ -203,7 +202,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
     "--rebase",
     type=click.IntRange(min=5),
     metavar="N",
-    help="Run N times (5 or more), set each ratio's band.",
+    help="Run N times (5 or more, every other time beside a busy process) and set each ratio's band.",
 )
 @click.option("--values-only", is_flag=True, help="Leave the notebooks: a second machine's values beside the first's.")
 @profile_option
@@ -230,12 +229,16 @@ def publish_command(
     build = build or root / "build"
     books = select(root, labs)
     seen: dict[str, dict[str, list[float]]] = {}
-    for turn in range(rebase or 0):
-        for book, run in _with_progress(books, build, profile, 1, timeout_s, {}):
-            click.echo(f"run {turn + 1} of {rebase}: {_line(book, run)}")
-            for name, record in run.records.items():
-                if record.kind == "ratio":
-                    seen.setdefault(book.id, {}).setdefault(name, []).append(record.value)
+    for turn in range(1, (rebase or 0) + 1):
+        # A published band meets machines with neighbours, so every other run has one. The last run is a quiet one.
+        with busy_neighbour() if (rebase or 0) - turn & 1 else nullcontext():
+            for book, run in _with_progress(books, build, profile, 1, timeout_s, {}):
+                click.echo(f"run {turn} of {rebase}: {_line(book, run)}")
+                if run.status != "ok":
+                    raise UsageError(f"no band was set: lab {book.id} has to run {rebase} times without an error")
+                for name, record in run.records.items():
+                    if record.kind == "ratio":
+                        seen.setdefault(book.id, {}).setdefault(name, []).append(record.value)
     bands = {lab: {name: release.band_of(values) for name, values in found.items()} for lab, found in seen.items()}
     texts = release.staged(root, books, build, published.load_all(), bands=bands, values_only=values_only)
     changed = release.write_all(texts)

@@ -44,11 +44,9 @@ class Row:
         return self.outcome in FAILURES
 
     @property
-    def text(self) -> str:
-        parts = [f"{self.outcome:8}", f"{self.lab}/{self.record}" if self.record else self.lab]
-        if self.published or self.measured:
-            parts.append(f"published {self.published or '-'}, measured {self.measured or '-'}")
-        return "  ".join([*parts, *([f"({self.why})"] if self.why else [])])
+    def cells(self) -> tuple[str, str, str, str, str]:
+        name = f"{self.lab}/{self.record}" if self.record else self.lab
+        return self.outcome, name, self.published, self.measured, self.why
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,15 @@ class Report:
     @property
     def counts(self) -> Counter[str]:
         return Counter(row.outcome for row in self.rows if row.record)
+
+    @property
+    def text(self) -> str:
+        """The table of measured beside published, and the verdict below it."""
+        lines = [("", "record", "published", "measured", "judged by"), *(row.cells for row in self.rows if row.record)]
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        table = ["  ".join([*map(str.ljust, line, widths), line[4]]).rstrip() for line in lines]
+        whole = [f"{row.outcome:8}  lab {row.lab}: {row.why}" for row in self.rows if not row.record]
+        return "\n".join([*table, *whole, self.summary])
 
     @property
     def summary(self) -> str:

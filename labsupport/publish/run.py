@@ -282,6 +282,17 @@ def _memory(process: psutil.Process) -> int:
         return 0
 
 
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """Another process, busy on one core, for as long as this lasts."""
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write beside, then rename: a reader sees the old file or the new one, never half of one."""
     beside = path.with_name(path.name + ".new")
