@@ -11,8 +11,9 @@ import click
 
 from labsupport.publish import published
 from labsupport.publish.catalogue import Book, UsageError, all_books, find_root, parse_parameters, select
+from labsupport.publish.processes import busy_neighbour
 from labsupport.publish.published import PublishedError
-from labsupport.publish.run import Run, busy_neighbour, run_labs
+from labsupport.publish.run import Run, run_labs
 from labsupport.units import format_bytes, format_seconds
 
 EPILOG = """\b

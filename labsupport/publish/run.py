@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from labsupport.publish.catalogue import Book, UsageError
+from labsupport.publish.processes import Tree
 from labsupport.publish.records import METADATA_KEY, Record, records_in
 
 # A worker that does not end by itself this long after its lab's limit is ended from outside.
@@ -132,7 +131,7 @@ class Watch:
         return run
 
     @contextmanager
-    def _worker(self, book: Book, copy: Path, scratch: str) -> Iterator["Tree"]:
+    def _worker(self, book: Book, copy: Path, scratch: str) -> Iterator[Tree]:
         job = {
             "notebook": str(book.path),
             "output": str(copy),
@@ -172,7 +171,7 @@ class Watch:
         env["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
         return env if book.timing else env | {"OMP_NUM_THREADS": "1"}
 
-    def _follow(self, book: Book, tree: "Tree", deadline: float) -> dict[str, Any]:
+    def _follow(self, book: Book, tree: Tree, deadline: float) -> dict[str, Any]:
         """Read the worker's messages until it ends, or has to be ended."""
         messages: list[dict[str, Any]] = []
         reader = threading.Thread(target=self._read, args=(book, tree.process, messages), daemon=True)
@@ -233,64 +232,6 @@ class Watch:
             records=records,
             **outcome,
         )
-
-
-class Tree:
-    """A process with all its descendants: their memory together, and their end."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        self.peak_bytes = 0
-        # Every process seen, by (pid, start time): one whose parent died first is still found.
-        self.seen: set[psutil.Process] = {psutil.Process(process.pid)}
-
-    def sample(self) -> None:
-        self.seen |= self._descendants()
-        self.peak_bytes = max(self.peak_bytes, sum(_memory(process) for process in self.seen))
-
-    def _descendants(self) -> set[psutil.Process]:
-        found: set[psutil.Process] = set()
-        for process in self.seen:
-            try:
-                found.update(process.children(recursive=True))
-            except psutil.Error:
-                continue
-        return found
-
-    def end(self) -> None:
-        """Kill what still lives, until nothing does. Safe to call twice."""
-        for _ in range(5):
-            self.seen |= self._descendants()
-            alive = [process for process in self.seen if process.is_running()]
-            for process in alive:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            _, left = psutil.wait_procs([p for p in alive if p.pid != self.process.pid], timeout=2)
-            if not left:
-                break
-        self.process.wait()
-
-
-def _memory(process: psutil.Process) -> int:
-    """Proportional set size where the system has it: forked loader workers share most of their pages."""
-    try:
-        full = process.memory_full_info()
-        return int(getattr(full, "pss", full.rss))
-    except psutil.Error:
-        return 0
-
-
-@contextmanager
-def busy_neighbour() -> Iterator[None]:
-    """Another process, busy on one core, for as long as this lasts."""
-    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        neighbour.kill()
-        neighbour.wait()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,8 +1,11 @@
 """Data to feed a training loop with, and the slowness of the place it comes from."""
 
+import io
 import time
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -31,28 +34,28 @@ class StoredImages(Dataset[tuple[Tensor, int]]):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from torchvision.io import decode_jpeg
-
         if not 0 <= index < self.count:
             raise IndexError(f"index {index} of {self.count} images")
         if self.latency_s:
             time.sleep(self.latency_s)
         index %= len(self.files)
-        return decode_jpeg(self.files[index]).float() / 255, self.labels[index]
+        pixels = np.asarray(Image.open(io.BytesIO(self.files[index])))
+        return torch.tensor(pixels).permute(2, 0, 1) / 255, self.labels[index]
 
 
-def _crops(count: int, side: int, seed: int) -> tuple[list[Tensor], list[int]]:
+def _crops(count: int, side: int, seed: int) -> tuple[list[bytes], list[int]]:
+    """JPEG files of random crops, from the sample photographs in turn."""
     from sklearn.datasets import load_sample_images
-    from torchvision.io import encode_jpeg
 
-    photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
-    generator = torch.Generator().manual_seed(seed)
+    photographs = load_sample_images().images
+    random = np.random.default_rng(seed)
     files, labels = [], []
     for index in range(count):
         label = index % len(photographs)
-        _, height, width = photographs[label].shape
-        top = int(torch.randint(height - side, (), generator=generator))
-        left = int(torch.randint(width - side, (), generator=generator))
-        files.append(encode_jpeg(photographs[label][:, top : top + side, left : left + side].contiguous()))
+        height, width, _ = photographs[label].shape
+        top, left = random.integers(height - side), random.integers(width - side)
+        file = io.BytesIO()
+        Image.fromarray(photographs[label][top : top + side, left : left + side]).save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
         labels.append(label)
     return files, labels

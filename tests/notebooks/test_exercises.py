@@ -1,0 +1,51 @@
+"""Each exercise's check passes its solution and fails a planned wrong answer, in the lab itself."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+
+NOTEBOOKS = {path.stem[:2]: path for path in (Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb")}
+# Lab -> exercise -> an answer that a learner might well give, and that is wrong.
+WRONG = {"00": {"monthly_cost": "720 * price_per_hour", "enough_workers": "workers + 10_000"}}
+
+
+def solutions_in(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    """Exercise -> code, from the folded Markdown cell."""
+    folded = [cell.source for cell in notebook.cells if "<summary>Solutions</summary>" in cell.source]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(folded), re.DOTALL)
+    return {re.findall(r"^(\w+) = ", block, re.MULTILINE)[-1]: block for block in blocks}
+
+
+def answered(source: str, answers: dict[str, str]) -> str:
+    name = re.search(r"^(\w+) = None$", source, re.MULTILINE)[1]
+    return source.replace(f"{name} = None", answers[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lab", sorted(NOTEBOOKS))
+def test_checks_pass_the_solution_and_fail_the_wrong_answer(lab, monkeypatch):
+    monkeypatch.setenv("LABS_RUN", "1")
+    notebook = nbformat.read(NOTEBOOKS[lab], as_version=4)
+    solutions = solutions_in(notebook)
+    wrong = {name: f"{name} = {answer}" for name, answer in WRONG[lab].items()}
+    assert set(solutions) == set(wrong)
+    tell = "print('ANSWERS', __import__('json').dumps(lab.answers))"
+    cells = []
+    for cell in notebook.cells:
+        if "exercise" in cell.metadata.get("tags", []):
+            cells += [new_code_cell(answered(cell.source, wrong)), new_code_cell(tell)]
+            cells += [new_code_cell(answered(cell.source, solutions)), new_code_cell(tell)]
+        else:
+            cells.append(cell)
+    notebook.cells = cells
+    folder = {"metadata": {"path": str(NOTEBOOKS[lab].parent)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=folder).execute()
+    texts = [output.text for cell in cells for output in cell.get("outputs", []) if output.output_type == "stream"]
+    told = [json.loads(text.split(" ", 1)[1]) for text in texts if text.startswith("ANSWERS")]
+    for order, name in enumerate(solutions):
+        assert told[2 * order][name] is False and told[2 * order + 1][name] is True

@@ -1,0 +1,106 @@
+"""Rules for every committed lab."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labsupport.publish.records import SAY_MIME, Record, records_in, sentence
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+TAGS = {"setup", "parameters", "predict", "exercise", "solution", "your-model", "nbval-ignore-output"}
+UNITS = (
+    r"(?:%|x|ms|us|µs|ns|s|seconds|minutes|[KMGT]i?B(?:/s)?|[GT]?FLOP/s|samples/s|images/s|times (?:as|faster|slower))"
+)
+# A number with a unit. Quoted claims stand in block quotes; parameters are named in backquotes.
+MEASURED = re.compile(rf"(?<![\w.`])\d[\d.,]*\s?{UNITS}(?![\w`])")
+
+pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells_of(path: Path, kind: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
+
+
+def tags_of(cell: nbformat.NotebookNode) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def test_opens_with_a_question_then_setup_then_parameters(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert re.match(rf"# {path.stem[:2]} \w+.*\?", notebook.cells[0].source)
+    tagged = [tags_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    assert tagged[0] == {"setup"} and tagged[1] == {"parameters"}
+    assert sum("parameters" in tags for tags in tagged) == 1
+
+
+def test_setup_cell_is_the_same_in_every_lab(path):
+    first = cells_of(NOTEBOOKS[0], "code")[0].source
+    assert cells_of(path, "code")[0].source == first
+
+
+def test_cells_are_short_and_their_tags_known(path):
+    for cell in cells_of(path, "code"):
+        assert len(cell.source.splitlines()) <= 25
+        assert tags_of(cell) <= TAGS
+
+
+def test_is_committed_executed_in_order_without_errors(path):
+    cells = cells_of(path, "code")
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+def test_is_small_and_carries_no_widget_state(path):
+    assert path.stat().st_size < 600_000
+    assert "widget-view" not in path.read_text() and "widgets" not in nbformat.read(path, as_version=4).metadata
+
+
+def test_kernel_is_python3_and_colab_is_asked_for_a_gpu(path):
+    metadata = nbformat.read(path, as_version=4).metadata
+    assert metadata.kernelspec.name == "python3" and metadata.accelerator == "GPU"
+
+
+def test_prose_holds_no_measured_number(path):
+    for cell in cells_of(path, "markdown"):
+        lines = [line for line in cell.source.splitlines() if not line.startswith(">")]
+        assert not MEASURED.findall("\n".join(lines))
+
+
+def test_printed_text_holds_no_number_that_no_record_knows(path):
+    for cell in cells_of(path, "code"):
+        for output in cell.outputs:
+            assert not (output.output_type == "stream" and re.search(r"\d", output.text)), output.text
+
+
+def test_says_the_opposite_when_every_ratio_is_inverted(path):
+    """No sentence about an outcome is true by construction."""
+    outputs = [output for cell in cells_of(path, "code") for output in cell.outputs]
+    records = {record.name: record for record in records_in(outputs)}
+    inverted = {name: inverse(record) for name, record in records.items()}
+    says = [output.data[SAY_MIME] for output in outputs if SAY_MIME in output.get("data", {})]
+    outcomes = [say for say in says if "about" in say]
+    assert outcomes
+    for say in outcomes:
+        assert branch(say, inverted) in (OPPOSITE[branch(say, records)], "cannot tell"), say["about"]
+
+
+OPPOSITE = {"above": "below", "below": "above", "same": "cannot tell", "cannot tell": "cannot tell"}
+
+
+def inverse(record: Record) -> Record:
+    if record.kind != "ratio":
+        return record
+    found = record.to_dict() | {"value": 1 / record.value}
+    if record.interval:
+        found["interval"] = (1 / record.interval[1], 1 / record.interval[0])
+    return Record.from_dict(found)
+
+
+def branch(say: dict, records: dict[str, Record]) -> str:
+    said = sentence(say, records)
+    branches = {sentence({"text": say[name]}, records): name for name in ("above", "below", "same")}
+    assert len(branches) == 3, "the branches of a sentence differ"
+    return branches.get(said, "cannot tell")

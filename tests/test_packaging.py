@@ -1,0 +1,82 @@
+"""The frame: pins in one voice, imports that need no extras, commands that exist."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = PROJECT["optional-dependencies"]["pinned"]
+# What only running, testing and publishing needs. Colab ships none of it.
+EXTRAS_ONLY = (
+    "papermill",
+    "nbval",
+    "nbclient",
+    "nbconvert",
+    "hypothesis",
+    "importlinter",
+    "pynvml",
+    "pytest",
+    "click",
+    "tqdm",
+)
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0]
+
+
+def test_conda_environment_has_the_pins_of_pyproject():
+    found = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    pip = next(entry["pip"] for entry in found if isinstance(entry, dict))
+    assert [pin for pin in pip if "==" in pin] == PINNED
+    assert any(str(entry).startswith("python=3.1") for entry in found)
+
+
+def test_every_direct_dependency_is_pinned():
+    direct = (
+        PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"] + PROJECT["optional-dependencies"]["test"]
+    )
+    assert {name_of(requirement) for requirement in direct} <= {name_of(pin) for pin in PINNED}
+
+
+def test_installed_set_is_the_pinned_one():
+    from importlib.metadata import version
+
+    wrong = [pin for pin in PINNED if version(name_of(pin)).split("+")[0] != pin.split("==")[1]]
+    assert not wrong
+
+
+def test_ranges_allow_the_oldest_torch_we_support():
+    assert "torch>=2.9" in PROJECT["dependencies"] and PROJECT["requires-python"] == ">=3.11,<3.14"
+
+
+def test_labs_import_without_the_extras(lab_notebooks):
+    """What Colab has is enough for a learner: each lab's setup and import cells run with the extras hidden."""
+    for path, notebook in lab_notebooks.items():
+        cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+        imports = "\n".join(source for source in cells if "import" in source.split())
+        hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS_ONLY}, None))\n"
+        done = subprocess.run([sys.executable, "-c", hide + imports], cwd=path.parent, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_command_line_starts_without_torch():
+    code = "import sys, labsupport.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_package_is_small():
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "labsupport").rglob("*.py")}
+    assert sum(lines.values()) < 4500
+    assert not [path.name for path, count in lines.items() if count > 300]
+
+
+def test_no_path_of_one_machine_is_tracked():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    texts = {name: (ROOT / name).read_text(errors="ignore") for name in tracked if (ROOT / name).is_file()}
+    assert not [name for name, text in texts.items() if re.search(r"(/root/|/home/\w+/|/Users/\w+/|/work/)", text)]
