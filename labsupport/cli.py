@@ -13,7 +13,7 @@ from labsupport.publish import published
 from labsupport.publish.catalogue import Book, UsageError, all_books, find_root, parse_parameters, select
 from labsupport.publish.processes import busy_neighbour
 from labsupport.publish.published import PublishedError
-from labsupport.publish.run import Run, run_labs
+from labsupport.publish.run import Run, executed_copy, run_labs
 from labsupport.units import format_bytes, format_seconds
 
 EPILOG = """\b
@@ -29,6 +29,7 @@ class Commands(click.Group):
     """Turns our own errors into one clear line and exit code 2, and Ctrl-C into 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             return super().invoke(ctx)
         except (UsageError, PublishedError) as error:
@@ -121,15 +122,15 @@ def run_command(
     parameters = parse_parameters(books, pairs)
     if not books:
         raise UsageError(f"there are no labs in {root / 'notebooks'}")
+    build = build or root / "build"
     failed, finished = False, []
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for book, run in _with_progress(books, build or root / "build", profile, jobs, timeout_s, parameters):
+        for book, run in _with_progress(books, build, profile, jobs, timeout_s, parameters):
             finished.append(book.id)
             failed |= run.status != "ok"
-            click.echo(_line(book, run))
+            click.echo(_line(book, run, build))
     except KeyboardInterrupt:
-        kept = f"labs {', '.join(finished)} ran and are kept in build/" if finished else "no lab had finished"
+        kept = f"labs {', '.join(finished)} ran and are kept in {build}/" if finished else "no lab had finished"
         click.echo(f"\nlabs: interrupted: {kept}; nothing is left running", err=True)
         raise
     sys.exit(1 if failed else 0)
@@ -158,14 +159,14 @@ def _with_progress(
             yield book, run
 
 
-def _line(book: Book, run: Run) -> str:
+def _line(book: Book, run: Run, build: Path) -> str:
     state = "ok" if run.status == "ok" else run.status.upper()
     about = f"{format_seconds(run.seconds)}, peak {format_bytes(run.peak_bytes)}, {len(run.records)} records"
     line = f"{book.id}  {state:8} {about}  {book.title}"
     if run.status == "ok":
         return line
-    where = f"cell {run.cell} of " if run.cell is not None else ""
-    return f"{line}\n      {where}{book.path}\n      {run.error}"
+    where = f"In [{run.cell}] of " if run.cell else ""
+    return f"{line}\n      {where}{executed_copy(book, build)}\n      {run.error}"
 
 
 @main.command("check", epilog=EPILOG)
@@ -234,7 +235,7 @@ def publish_command(
         # A published band meets machines with neighbours, so every other run has one. The last run is a quiet one.
         with busy_neighbour() if (rebase or 0) - turn & 1 else nullcontext():
             for book, run in _with_progress(books, build, profile, 1, timeout_s, {}):
-                click.echo(f"run {turn} of {rebase}: {_line(book, run)}")
+                click.echo(f"run {turn} of {rebase}: {_line(book, run, build)}")
                 if run.status != "ok":
                     raise UsageError(f"no band was set: lab {book.id} has to run {rebase} times without an error")
                 for name, record in run.records.items():

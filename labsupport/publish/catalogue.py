@@ -51,9 +51,16 @@ class Book:
         """Name -> default, from the cell tagged `parameters`."""
         for cell in self.notebook["cells"]:
             if "parameters" in cell.get("metadata", {}).get("tags", []):
-                tree = ast.parse("".join(cell["source"]))
-                pairs = [(node.targets[0], node.value) for node in tree.body if isinstance(node, ast.Assign)]
-                return {target.id: ast.literal_eval(value) for target, value in pairs if isinstance(target, ast.Name)}
+                try:
+                    body = ast.parse("".join(cell["source"])).body
+                    pairs = [(node.targets[0], node.value) for node in body if isinstance(node, ast.Assign)]
+                    pairs += [
+                        (node.target, node.value) for node in body if isinstance(node, ast.AnnAssign) and node.value
+                    ]
+                    return {name.id: ast.literal_eval(value) for name, value in pairs if isinstance(name, ast.Name)}
+                except (SyntaxError, ValueError) as error:
+                    text = f"{self.path}: a cell tagged parameters has plain values only, as in steps = 12 ({error})"
+                    raise UsageError(text) from error
         return {}
 
 

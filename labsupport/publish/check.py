@@ -116,7 +116,12 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
         return
     run = Run.load(path)
     if run.status != "ok":
-        yield Row(lab=book.id, record="", outcome="failed", why=f"the run ended with {run.status}: {run.error}")
+        yield Row(
+            lab=book.id,
+            record="",
+            outcome="failed",
+            why=f"the run ended with {run.status}: {run.error}: labs run {book.id}",
+        )
         return
     if run.parameters:
         why = f"run with {', '.join(f'{k}={v}' for k, v in run.parameters.items())}: never compared"

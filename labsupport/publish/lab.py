@@ -126,7 +126,7 @@ class Lab:
         """Compare an exercise's answer; `tolerance` is relative. A wrong answer is told, and fails nothing."""
         self.answers[name] = None
         if answer is None:
-            _show({"text/plain": f"{name}: unanswered. {hint}".rstrip()})
+            _show({"text/plain": f"{name}: unanswered. Put your answer in the place of None."})
             return
         try:
             right = math.isclose(float(answer), float(expected), rel_tol=tolerance)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -11,8 +11,9 @@ import psutil
 class Tree:
     """A process with all its descendants: their memory together, and their end."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]", mark: str) -> None:
         self.process = process
+        self.mark = mark  # the value of IPYTHONDIR, which all that it starts inherits
         self.peak_bytes = 0
         # Every process seen, by (pid, start time): one whose parent died first is still found.
         self.seen: set[psutil.Process] = {psutil.Process(process.pid)}
@@ -30,10 +31,19 @@ class Tree:
                 continue
         return found
 
+    def _orphans(self) -> set[psutil.Process]:
+        """Those whose parents are gone, so that no tree leads to them."""
+        found = set()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("IPYTHONDIR") == self.mark:
+                    found.add(process)
+        return found
+
     def end(self) -> None:
         """Kill what still lives, until nothing does. Safe to call twice."""
         for _ in range(5):
-            self.seen |= self._descendants()
+            self.seen |= self._descendants() | self._orphans()
             alive = [process for process in self.seen if process.is_running()]
             for process in alive:
                 try:

@@ -9,6 +9,8 @@ from typing import Any
 
 from labsupport.publish.records import Record
 
+REMEDY = "Restore it (git checkout), or delete it and run: labs publish"
+
 
 class PublishedError(Exception):
     """A published file that cannot be used, with the file's name and what to do."""
@@ -73,8 +75,7 @@ class Published:
             machine["profile"], machine["torch"].split
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PublishedError(
-                f"{where} is not a published file ({type(error).__name__}: {error}). "
-                "Restore it (git checkout), or delete it and run: labs publish"
+                f"{where} is not a published file ({type(error).__name__}: {error}). {REMEDY}"
             ) from error
         return cls(machine, labs)
 
@@ -94,6 +95,6 @@ def load_all(where: Path | None = None) -> dict[str, Published]:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise PublishedError(f"{path} cannot be read: {error}") from error
+            raise PublishedError(f"{path} cannot be read: {error}. {REMEDY}") from error
         found[path.stem] = Published.from_json(text, str(path))
     return found

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from labsupport.publish import replay
@@ -43,6 +44,9 @@ def staged(
     second machine, whose values stand beside those of the machine that made the committed outputs. Raises
     UsageError for a lab that did not run, failed, ran with other parameters, or has changed since.
     """
+    home = _values_file("").parents[2]
+    if root.resolve() != home.resolve():
+        raise UsageError(f"this `labs` publishes into {home}, not {root}: there, pip install --editable .")
     found = dict(machines)
     texts: dict[Path, str] = {}
     for book in books:
@@ -106,7 +110,12 @@ def write_all(texts: Mapping[Path, str]) -> list[Path]:
     """
     changed = {path: text for path, text in texts.items() if not path.is_file() or path.read_text("utf-8") != text}
     beside = {path: path.with_name(path.name + ".new") for path in changed}
+    # Copies of what is replaced: a rename that fails (a mount point, a locked file) is taken back with them.
+    kept = {path: path.with_name(path.name + ".old.new") for path in changed if path.is_file()}
+    replaced: list[Path] = []
     try:
+        for path, copy in kept.items():
+            copy.write_bytes(path.read_bytes())
         for path, text in changed.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with beside[path].open("w", encoding="utf-8") as file:
@@ -116,12 +125,19 @@ def write_all(texts: Mapping[Path, str]) -> list[Path]:
                 os.fsync(file.fileno())
         for path in changed:
             beside[path].replace(path)
+            replaced.append(path)
     except OSError as error:
+        for done in replaced:
+            if done in kept:
+                kept[done].replace(done)
+            else:
+                done.unlink()
         where = getattr(error, "filename", None) or path
         raise UsageError(f"nothing was published: {where}: {error.strerror or error}") from error
     finally:
-        for new in beside.values():
-            new.unlink(missing_ok=True)
+        for new in (*beside.values(), *kept.values()):
+            with suppress(OSError):  # a read-only folder refuses even this
+                new.unlink()
     return list(changed)
 
 

@@ -1,12 +1,13 @@
 """Committed outputs against what came out: nbval's own comparison, over an execution that papermill already did."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from labsupport.machine import Machine
+from labsupport.publish.catalogue import UsageError
 from labsupport.publish.lab import said_text, summary_bundle
 from labsupport.publish.published import Published
 from labsupport.publish.records import METADATA_KEY, SAY_MIME, SUMMARY_MIME, Record, records_in
@@ -30,20 +31,23 @@ def differences(committed: Mapping[str, Any], executed: Mapping[str, Any]) -> li
     """How an execution's outputs differ from the committed ones, a line a cell; measured numbers do not count."""
     from nbformat import from_dict
 
-    pairs = [(cell, other) for cell, other in zip(committed["cells"], executed["cells"], strict=False)]
+    pairs = zip(committed["cells"], executed["cells"], strict=False)
     sources = [["".join(cell["source"]) for cell in book["cells"]] for book in (committed, executed)]
     if sources[0] != sources[1]:
         return ["the run is of another version of the notebook: run the lab again"]
     found = []
-    for number, (cell, other) in enumerate(pairs):
-        if cell["cell_type"] != "code" or OWN & set(cell["metadata"].get("tags", [])):
+    for number, cell, other in _numbered(pairs):
+        if OWN & set(cell["metadata"].get("tags", [])):
             continue
-        if cell["execution_count"] is None and "".join(cell["source"]).strip():
-            # nbval passes over such a cell, so it is caught here.
-            found.append(f"cell {number} was never executed: run and publish the lab")
-        elif problem := _compare(from_dict(cell["outputs"]), from_dict(other["outputs"])):
-            found.append(f"cell {number}: {problem}")
+        if problem := _compare(from_dict(cell["outputs"]), from_dict(other["outputs"])):
+            found.append(f"In [{number}]: {problem}")
     return found
+
+
+def _numbered(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[int, Any, Any]]:
+    """The code cells, each with the number in brackets that a reader sees."""
+    code = (pair for pair in pairs if pair[0]["cell_type"] == "code")
+    return ((number, *pair) for number, pair in enumerate(code, start=1))
 
 
 def _compare(committed: Any, ran: Any) -> str:
@@ -76,28 +80,36 @@ def inconsistencies(notebook: Mapping[str, Any], lab: str, machine: str, publish
     """
     values = published.records(lab)
     found = []
-    for number, cell in enumerate(notebook["cells"]):
+    shown: set[str] = set()
+    for number, cell, _ in _numbered((cell, None) for cell in notebook["cells"]):
+        own = OWN & set(cell["metadata"].get("tags", []))
+        if "".join(cell["source"]).strip() and not own and cell["execution_count"] is None:
+            # nbval passes over such a cell, so it is caught here.
+            found.append(f"In [{number}] was never executed: run and publish the lab")
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             text = "".join(data.get("text/markdown", data.get("text/plain", "")))
             try:
                 records = list(records_in([output]))
                 for record in records:
+                    shown.add(record.name)
                     if record != values.get(record.name):
                         found.append(
-                            f"cell {number}: record {record.name} is not the published {_value(values, record)}"
+                            f"In [{number}]: record {record.name} is not the published {_value(values, record)}"
                         )
                     elif text != record.text:
-                        found.append(f"cell {number}: shows {text!r}, published is {record.text!r}")
+                        found.append(f"In [{number}]: shows {text!r}, published is {record.text!r}")
                 about = output.get("metadata", {}).get(METADATA_KEY, {}).get("machine")
                 if about and (line := Machine.from_dict(dict(published.machine)).describe()) not in text:
-                    found.append(f"cell {number}: describes another machine than the published {line!r}")
+                    found.append(f"In [{number}]: describes another machine than the published {line!r}")
                 if SAY_MIME in data and text != (said := said_text(data[SAY_MIME], values)):
-                    found.append(f"cell {number}: says {text!r}, the published values say {said!r}")
+                    found.append(f"In [{number}]: says {text!r}, the published values say {said!r}")
                 if SUMMARY_MIME in data and data != _summary(lab, machine, published):
-                    found.append(f"cell {number}: the summary is not that of the published values")
+                    found.append(f"In [{number}]: the summary is not that of the published values")
             except (ValueError, KeyError) as error:
-                found.append(f"cell {number}: {error}")
+                found.append(f"In [{number}]: {error}")
+    if hidden := [name for name in values if name not in shown]:
+        found.append(f"its notebook does not show {', '.join(hidden)}: run and publish the lab")
     return found
 
 
@@ -164,4 +176,7 @@ def load(path: Path) -> Any:
     """A notebook with its multi-line strings joined."""
     import nbformat
 
-    return nbformat.read(path, as_version=4)
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.reader.NotJSONError) as error:
+        raise UsageError(f"{path} cannot be read as a notebook ({error}): run the lab again") from error

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class Run:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
-    cell: int | None = None
+    cell: int | None = None  # its number in brackets: In [3]
     error: str | None = None
 
     @classmethod
@@ -55,7 +55,7 @@ class Run:
             found = json.loads(path.read_text(encoding="utf-8"))
             found["records"] = {name: Record.from_dict(record) for name, record in found["records"].items()}
             return cls(**found)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} is not the record of a run ({error}): run the lab again") from error
 
 
@@ -90,7 +90,8 @@ def run_labs(
     for group, workers in ((together, jobs), (alone, 1)):
         with ThreadPoolExecutor(max_workers=workers) as pool:
             try:
-                yield from zip(group, pool.map(watch.run, group), strict=True)
+                futures = {pool.submit(watch.run, book): book for book in group}
+                yield from ((futures[done], done.result()) for done in as_completed(futures))
             except BaseException:
                 watch.stop()
                 pool.shutdown(cancel_futures=True)
@@ -127,7 +128,10 @@ class Watch:
         ):
             outcome = self._follow(book, tree, started + self.timeout_s + GRACE_S)
         run = self._gather(book, copy, outcome, time.monotonic() - started, tree.peak_bytes)
-        write_whole(result_file(book, self.build), run.to_json())
+        try:
+            write_whole(result_file(book, self.build), run.to_json())
+        except OSError as error:
+            raise _unwritable(self.build, error) from error
         return run
 
     @contextmanager
@@ -148,7 +152,7 @@ class Watch:
             # Ctrl-C in the terminal reaches us alone; we end the worker, and say what was kept.
             start_new_session=True,
         )
-        tree = Tree(process)
+        tree = Tree(process, scratch)
         try:
             yield tree
         finally:
@@ -209,17 +213,20 @@ class Watch:
                 continue  # a library's stray print is not ours
             messages.append(message)
             if "of" in message:
-                self.on_cell(book, message["cell"], message["of"])
+                self.on_cell(book, message["done"], message["of"])
 
     def _gather(self, book: Book, copy: Path, outcome: dict[str, Any], seconds: float, peak_bytes: int) -> Run:
         machine: Mapping[str, Any] = {}
         records: dict[str, Record] = {}
-        if copy.is_file():
-            for cell in json.loads(copy.read_text(encoding="utf-8"))["cells"]:
-                outputs = cell.get("outputs", [])
-                records |= {record.name: record for record in records_in(outputs)}
-                banners = (output.get("metadata", {}).get(METADATA_KEY, {}) for output in outputs)
-                machine = next((banner["machine"] for banner in banners if "machine" in banner), machine)
+        try:
+            cells = json.loads(copy.read_text(encoding="utf-8"))["cells"]
+        except (OSError, ValueError):
+            cells = []  # ended before its copy was whole
+        for cell in cells:
+            outputs = cell.get("outputs", [])
+            records |= {record.name: record for record in records_in(outputs)}
+            banners = (output.get("metadata", {}).get(METADATA_KEY, {}) for output in outputs)
+            machine = next((banner["machine"] for banner in banners if "machine" in banner), machine)
         if outcome["status"] == "ok" and seconds > NEAR_LIMIT * self.timeout_s:
             near = f"took {seconds:.0f} s of the {self.timeout_s:g} s allowed: too near the limit (--timeout)"
             outcome = {"status": "timeout", "cell": None, "error": near}
@@ -250,4 +257,8 @@ def _check_writable(build: Path) -> None:
         with tempfile.TemporaryFile(dir=build):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write to {build} ({error.strerror}): name another folder with --build") from error
+        raise _unwritable(build, error) from error
+
+
+def _unwritable(build: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write to {build} ({error.strerror}): name another folder with --build")

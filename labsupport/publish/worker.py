@@ -18,14 +18,17 @@ from traitlets.config import Config
 
 
 def execute(job: dict[str, Any]) -> dict[str, Any]:
-    """Run `job["notebook"]` into `job["output"]`, at most `job["timeout_s"]` in all; how it ended."""
+    """Run `job["notebook"]` into `job["output"]`, at most `job["timeout_s"]` in all; how it ended.
+
+    A cell is named by its number in brackets, as a reader of the executed copy sees it: In [3].
+    """
     total = len(json.loads(Path(job["notebook"]).read_text(encoding="utf-8"))["cells"])
     deadline = time.monotonic() + job["timeout_s"]
     at = {"cell": 0}
 
     def started(cell: Any, cell_index: int) -> None:
-        at["cell"] = cell_index
-        say(cell=cell_index, of=total)
+        at["cell"] += cell.cell_type == "code" and bool(cell.source.strip())
+        say(cell=at["cell"], done=cell_index, of=total)
 
     try:
         papermill.execute_notebook(
@@ -44,7 +47,7 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
             config=Config({"KernelManager": {"transport_encryption": "auto"}}),
         )
     except PapermillExecutionError as error:
-        return {"status": "error", "cell": error.cell_index, "error": f"{error.ename}: {error.evalue}"}
+        return {"status": "error", "cell": error.exec_count, "error": f"{error.ename}: {error.evalue}"}
     except CellTimeoutError:
         limit = f"not finished after {job['timeout_s']:g} s (--timeout)"
         return {"status": "timeout", "cell": at["cell"], "error": limit}
@@ -54,17 +57,22 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
     return {"status": "ok", "cell": None, "error": None}
 
 
-def hidden_error(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
+def hidden_error(notebook: nbformat.NotebookNode) -> tuple[int | None, str] | None:
     """The first error in any output, also one that a widget swallowed: a green run must have none."""
-    for index, cell in enumerate(notebook.cells):
+    for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.output_type == "error":
-                return index, f"{output.ename}: {output.evalue}"
+                return cell.execution_count, f"{output.ename}: {output.evalue}"
     state = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {}).get("state", {})
-    for model in state.values():
+    shown = {
+        output.get("data", {}).get("application/vnd.jupyter.widget-view+json", {}).get("model_id"): cell.execution_count
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+    }
+    for key, model in state.items():
         for output in model.get("state", {}).get("outputs", []):
             if output.get("output_type") == "error":
-                return 0, f"in a widget: {output.get('ename')}: {output.get('evalue')}"
+                return shown.get(key), f"in a widget: {output.get('ename')}: {output.get('evalue')}"
     return None
 
 
@@ -72,7 +80,7 @@ def write_page(executed: Path) -> None:
     """The run as one HTML page beside the executed copy."""
     from nbconvert import HTMLExporter
 
-    page, _ = HTMLExporter(embed_images=True).from_filename(str(executed))
+    page, _ = HTMLExporter().from_filename(str(executed))
     executed.with_suffix(".html").write_text(page, encoding="utf-8")
 
 

@@ -58,6 +58,12 @@ def write_lab(
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "_ran" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished command: its exit code, and all it printed."""
@@ -102,7 +108,8 @@ class Checkout:
         """`labs WORDS`, going on; in a session of its own, as each terminal has one."""
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("LABS_", "JUPYTER"))}
         return subprocess.Popen(
-            [sys.executable, "-m", "labsupport.cli", *words],
+            # -P: as for the installed script, the current folder is no place to import from.
+            [sys.executable, "-P", "-m", "labsupport.cli", *words],
             cwd=cwd or self.root,
             env=outside | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"} | env,
             stdout=subprocess.PIPE,
@@ -140,34 +147,36 @@ class Checkout:
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def new_checkout(root: Path) -> Checkout:
-    """The package, with nothing published, and no notebooks yet."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(labsupport.__file__).parent, root / "labsupport", ignore=ignored)
-    for path in (root / "labsupport" / "published").glob("*.json"):
-        path.unlink()
-    (root / "pyproject.toml").write_text('[project]\nname = "labsupport"\n')
-    (root / "README.md").write_text(README)
-    (root / "notebooks").mkdir()
-    return Checkout(root)
+@pytest.fixture(scope="session")
+def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Checkout]]:
+    """Makes a checkout: the package with nothing published, and no notebooks yet. Ends what is left running in it."""
+    made: list[Checkout] = []
 
+    def make() -> Checkout:
+        root = tmp_path_factory.mktemp("checkout")
+        ignored = shutil.ignore_patterns("__pycache__", "*.json")
+        shutil.copytree(Path(labsupport.__file__).parent, root / "labsupport", ignore=ignored)
+        (root / "labsupport" / "published").mkdir(exist_ok=True)
+        (root / "notebooks").mkdir()
+        (root / "pyproject.toml").write_text('[project]\nname = "labsupport"\n')
+        (root / "README.md").write_text(README)
+        made.append(Checkout(root))
+        return made[-1]
 
-def copy_of(checkout: Checkout, root: Path) -> Checkout:
-    shutil.copytree(checkout.root, root, dirs_exist_ok=True)
-    return Checkout(root)
+    yield make
+    for each in made:
+        each.end_all()
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Iterator[Checkout]:
-    """A checkout with no lab yet; what a test left running in it is ended."""
-    found = new_checkout(tmp_path)
-    yield found
-    found.end_all()
+def checkout(new_checkout: Callable[[], Checkout]) -> Checkout:
+    """A checkout with no lab yet."""
+    return new_checkout()
 
 
 @pytest.fixture(scope="session")
-def _ran(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    found = new_checkout(tmp_path_factory.mktemp("ran"))
+def _ran(new_checkout: Callable[[], Checkout]) -> Checkout:
+    found = new_checkout()
     found.write_lab("00", LAB, tags=PARAMETERS)
     result = found.labs("run")
     assert result.code == 0, result.text
@@ -175,47 +184,57 @@ def _ran(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 @pytest.fixture(scope="session")
-def _published(_ran: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    found = copy_of(_ran, tmp_path_factory.mktemp("published"))
+def _published(_ran: Checkout, new_checkout: Callable[[], Checkout]) -> Checkout:
+    found = copied(_ran, new_checkout())
     result = found.labs("publish")
     assert result.code == 0, result.text
     return found
 
 
 @pytest.fixture
-def ran(_ran: Checkout, tmp_path: Path) -> Iterator[Checkout]:
+def ran(_ran: Checkout, checkout: Checkout) -> Checkout:
     """Lab 00 (`LAB`) has run, and nothing is published. A copy: change what you like."""
-    found = copy_of(_ran, tmp_path)
-    yield found
-    found.end_all()
+    return copied(_ran, checkout)
 
 
 @pytest.fixture
-def published(_published: Checkout, tmp_path: Path) -> Iterator[Checkout]:
+def published(_published: Checkout, checkout: Checkout) -> Checkout:
     """Lab 00 (`LAB`) has run and is published, so that `labs check` holds. A copy: change what you like."""
-    found = copy_of(_published, tmp_path)
-    yield found
-    found.end_all()
+    return copied(_published, checkout)
+
+
+def copied(one: Checkout, other: Checkout) -> Checkout:
+    shutil.copytree(one.root, other.root, dirs_exist_ok=True)
+    return other
 
 
 @pytest.fixture
-def mounted() -> Iterator[Callable[..., Path]]:
-    """`mounted(folder, "size=64k")`: the same content on a small file system of its own, until the test ends."""
+def mounted() -> Iterator[Callable[..., None]]:
+    """`mounted(folder)`: the folder as a small file system of its own, until the test ends.
+
+    `full`: not a byte more fits in. `read_only`: as it says. `bind`: a file or folder that cannot be renamed.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs Linux and root, to mount a small file system")
     places: list[Path] = []
 
-    def mount(place: Path, options: str = "size=1m", *, bind: bool = False) -> Path:
-        what = ["--bind", str(place)] if bind else ["-t", "tmpfs", "-o", options, "tmpfs"]
-        content = {} if bind else {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
-        done = subprocess.run(["mount", *what, str(place)], capture_output=True, text=True)
+    def mount(*words: str | Path) -> None:
+        done = subprocess.run(["mount", *map(str, words)], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+    def mounted(place: Path, *, full: bool = False, read_only: bool = False, bind: bool = False) -> None:
+        content = {} if bind else {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+        mount(*(["--bind", place] if bind else ["-t", "tmpfs", "-o", "size=128k", "tmpfs"]), place)
         places.append(place)
         for name, data in content.items():
             (place / name).write_bytes(data)
-        return place
+        if full:
+            with pytest.raises(OSError, match="No space left"):
+                (place / "filler").write_bytes(bytes(1 << 20))
+        if read_only:
+            mount("-o", "remount,ro", place)
 
-    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("needs Linux and root, to mount a small file system")
-    yield mount
+    yield mounted
     for place in reversed(places):
         subprocess.run(["umount", "--lazy", str(place)], check=True)
