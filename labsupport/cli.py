@@ -13,6 +13,7 @@ from labsupport.publish import published
 from labsupport.publish.catalogue import Book, UsageError, all_books, find_root, parse_parameters, select
 from labsupport.publish.processes import busy_neighbour
 from labsupport.publish.published import PublishedError
+from labsupport.publish.report import OUTCOMES
 from labsupport.publish.run import Run, executed_copy, run_labs
 from labsupport.units import format_bytes, format_seconds
 
@@ -23,6 +24,8 @@ Exit codes:
   2    the request makes no sense: unknown lab, parameter or option, nothing to write to
   130  interrupted; what ran until then is kept in build/
 """
+
+OUTCOMES_TEXT = "".join(f"  {name:8} {meaning}\n" for name, meaning in OUTCOMES.items())
 
 
 class Commands(click.Group):
@@ -169,7 +172,7 @@ def _line(book: Book, run: Run, build: Path) -> str:
     return f"{line}\n      {where}{executed_copy(book, build)}\n      {run.error}"
 
 
-@main.command("check", epilog=EPILOG)
+@main.command("check", epilog="\b\nOutcomes of a record:\n" + OUTCOMES_TEXT + "\n" + EPILOG)
 @labs_argument
 @timeout_option
 @build_option

@@ -33,13 +33,13 @@ class PairedRatio:
     ratios: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.ratios) < LEAST_SAMPLES or not all(ratio > 0 for ratio in self.ratios):
+        if len(self.ratios) < LEAST_SAMPLES or not all(0 < ratio < math.inf for ratio in self.ratios):
             raise ValueError(f"at least {LEAST_SAMPLES} rounds with positive ratios are expected, got {self.ratios}")
 
     @classmethod
     def of(cls, a_s: Sequence[float], b_s: Sequence[float]) -> "PairedRatio":
         """From the seconds of A and of B in each round. Raises ValueError for unequal numbers of rounds."""
-        return cls(tuple(a / b for a, b in zip(a_s, b_s, strict=True)))
+        return cls(tuple(a / b if b else math.inf for a, b in zip(a_s, b_s, strict=True)))
 
     @property
     def value(self) -> float:

@@ -27,7 +27,7 @@ class Book:
 
         try:
             return nbformat.read(self.path, as_version=4)
-        except (OSError, ValueError, nbformat.ValidationError, nbformat.reader.NotJSONError) as error:
+        except (OSError, ValueError, nbformat.ValidationError, nbformat.reader.NotJSONError, AttributeError) as error:
             raise UsageError(f"{self.path} cannot be read as a notebook: {error}") from error
 
     @property

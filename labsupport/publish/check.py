@@ -1,89 +1,21 @@
 """Which published number no longer holds: a run judged against what is published, record by record."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from labsupport.publish import replay
-from labsupport.publish.catalogue import Book
+from labsupport.publish.catalogue import Book, UsageError
 from labsupport.publish.provenance import record_hashes
 from labsupport.publish.published import Entry, Published
 from labsupport.publish.records import Record
+from labsupport.publish.report import Report, Row
 from labsupport.publish.run import Run, executed_copy, result_file
 from labsupport.units import format_value
 
 # Of the records published for this machine family, so many must have been judged: a check that only looks is none.
 JUDGED_SHARE = 0.8
-FAILURES = ("broken", "missing", "stale", "new", "failed")
-OUTCOMES = {
-    "held": "judged, and as published",
-    "broken": "judged, and no longer as published",
-    "missing": "published, and not recorded by this run",
-    "stale": "its published value was made by other code than stands here now",
-    "new": "recorded, and not published yet",
-    "failed": "the lab, its run or its committed outputs cannot be judged",
-    "beside": "shown beside the published value, not judged",
-    "skipped": "not compared",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the report."""
-
-    lab: str
-    record: str
-    outcome: str
-    published: str = ""
-    measured: str = ""
-    why: str = ""
-
-    @property
-    def fails(self) -> bool:
-        return self.outcome in FAILURES
-
-    @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        name = f"{self.lab}/{self.record}" if self.record else self.lab
-        return self.outcome, name, self.published, self.measured, self.why
-
-
-@dataclass(frozen=True)
-class Report:
-    """All rows, and whether every number held."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not any(row.fails for row in self.rows)
-
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter(row.outcome for row in self.rows if row.record)
-
-    @property
-    def text(self) -> str:
-        """The table of measured beside published, and the verdict below it."""
-        lines = [("", "record", "published", "measured", "judged by"), *(row.cells for row in self.rows if row.record)]
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        table = ["  ".join([*map(str.ljust, line, widths), line[4]]).rstrip() for line in lines]
-        whole = [f"{row.outcome:8}  lab {row.lab}: {row.why}" for row in self.rows if not row.record]
-        return "\n".join([*table, *whole, self.summary])
-
-    @property
-    def summary(self) -> str:
-        found = self.counts
-        judged = found["held"] + found["broken"]
-        parts = [f"{judged} judged", f"{found['held']} held", f"{found['beside']} shown beside"]
-        parts += [
-            f"{found[name]} {name}"
-            for name in ("stale", "skipped", "missing", "new")
-            if found[name] or name in ("stale", "skipped")
-        ]
-        verdict = "every number held" if self.ok else "NOT every number held"
-        return f"{verdict}: {', '.join(parts)}"
 
 
 def check(
@@ -127,8 +59,19 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
         why = f"run with {', '.join(f'{k}={v}' for k, v in run.parameters.items())}: never compared"
         yield from (Row(lab=book.id, record=name, outcome="skipped", why=why) for name in run.records)
         return
-    yield from _notebook_rows(book, build, run, machines, source)
-    hashes = record_hashes(replay.load(executed_copy(book, build)), source)
+    try:
+        executed = replay.load(executed_copy(book, build))
+        hashes = record_hashes(executed, source)
+    except (UsageError, ValueError) as error:
+        yield Row(lab=book.id, record="", outcome="failed", why=f"the executed copy cannot be judged: {error}")
+        return
+    yield from _notebook_rows(book, executed, run, machines, source)
+    for name, other in sorted(machines.items()):
+        theirs = other.labs.get(book.id, {})
+        old = sorted(key for key, entry in theirs.items() if hashes.get(key, entry.hash) != entry.hash)
+        if old and name not in (_family(run), book.metadata.get("published")):
+            why = f"{name}: other code made its {', '.join(old)}: labs publish there"
+            yield Row(lab=book.id, record="", outcome="beside", why=why)
     family = _family(run)
     base, entries = _basis(book.id, run, machines)
     for name, record in run.records.items():
@@ -224,7 +167,7 @@ def _row(lab: str, record: Record, was: Record | None, outcome: str, why: str) -
 
 
 def _notebook_rows(
-    book: Book, build: Path, run: Run, machines: Mapping[str, Published], source: Path | None
+    book: Book, executed: Mapping[str, Any], run: Run, machines: Mapping[str, Published], source: Path | None
 ) -> Iterator[Row]:
     """The committed notebook itself: its outputs against this run, against the published values, and its code."""
     committed = book.notebook
@@ -235,8 +178,9 @@ def _notebook_rows(
     else:
         published = machines[machine]
         found += replay.inconsistencies(committed, book.id, machine, published)
-        if published.profile == run.machine.get("profile"):
-            found += replay.differences(committed, replay.load(executed_copy(book, build)))
+        minor = ".".join(str(run.machine.get("torch", "")).split(".")[:2])
+        if (published.profile, published.torch_minor) == (run.machine.get("profile"), minor):
+            found += replay.differences(committed, executed)
         if machine != _family(run):
             # On the publishing family the records below tell it; here only the notebook can.
             try:
@@ -261,11 +205,15 @@ def _second_look(row: Row, second: Run, machines: Mapping[str, Published]) -> Ro
     """A ratio that was out of its band, judged on a second run; the first value stays in the report."""
     if row.outcome != "broken" or _kind(row, machines) != "ratio" or row.record not in second.records:
         return row
-    _, entries = _basis(row.lab, second, machines)
-    record, base = second.records[row.record], _family(second)
-    judged = _judge_ratio(row.lab, record, entries[row.record], base, base in machines)
-    why = f"{judged.why}; measured twice, first {row.measured}"
-    return _row(row.lab, record, entries[row.record].record, judged.outcome, why)
+    base, entries = _basis(row.lab, second, machines)
+    record, entry = second.records[row.record], entries.get(row.record)
+    if entry and (entry.record.kind, entry.record.unit) != (record.kind, record.unit):
+        return row
+    if entry:
+        judged = _judge_ratio(row.lab, record, entry, base, base == _family(second))
+    else:
+        judged = _judge_alone(row.lab, record, "no published value for this profile and torch version")
+    return replace(judged, why=f"{judged.why}; measured twice, first {row.measured}")
 
 
 def _enough(book: Book, rows: list[Row], build: Path, machines: Mapping[str, Published]) -> Iterator[Row]:

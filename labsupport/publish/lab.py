@@ -69,6 +69,7 @@ class Lab:
             raise ValueError(f"{name!r} is on record already ({self.records[name].text}): choose another name")
         needs = details.get("needs")
         if needs and not machine.has(needs):
+            Record(name=name, value=1, unit=unit, kind=kind, **details)  # what is wrong is wrong here too
             _show(*absent_bundle(name, unit, kind, needs))
             return
         if callable(value):
@@ -96,6 +97,8 @@ class Lab:
         same="No difference.")`: see `records.sentence`. Raises ValueError for a record that is not there, and
         for an outcome without its other side (a sentence about a ratio could be false on another machine).
         """
+        if bool(text) == bool(about) or (text and (above or below or same)):
+            raise ValueError("lab.say takes a text, or about= with above=, below=, same=")
         said: dict[str, Any] = {"text": text}
         if about:
             said = {"about": about, "above": above, "below": below, "same": same, "margin": margin}
@@ -116,6 +119,8 @@ class Lab:
             raise ValueError(f"{name!r} is measured already ({self.records[name].text}): predict before you measure")
         if guess is not None and (isinstance(guess, bool) or not isinstance(guess, int | float)):
             raise TypeError(f"the guess for {name!r} is {guess!r}; a number is expected, or None")
+        if guess is not None and not math.isfinite(guess):
+            raise ValueError(f"the guess for {name!r} is {guess}; a finite number is expected")
         self.guesses[name] = guess
         answer = "no guess yet: put a number for guess=" if guess is None else f"your guess is {guess:g}"
         _show({"text/plain": f"{question or name}\n  {answer}"})
@@ -130,7 +135,7 @@ class Lab:
             return
         try:
             right = math.isclose(float(answer), float(expected), rel_tol=tolerance)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.answers[name] = False
             _show({"text/plain": f"{name}: got {answer!r}, a number is expected (measured)"})
             return
@@ -142,7 +147,12 @@ class Lab:
     def summary(self) -> None:
         """Yours beside the published, the claims this lab touches, and how far off your guesses were."""
         guesses = {name: guess for name, guess in self.guesses.items() if name in self.records}
-        _show(summary_bundle(self.id, self.records, published.load_all(), self.machine.family, guesses))
+        try:
+            machines = published.load_all()
+        except published.PublishedError as error:  # a reader has done nothing wrong
+            machines = {}
+            _show({"text/plain": f"nothing to compare with: {error}"})
+        _show(summary_bundle(self.id, self.records, machines, self.machine.family, guesses))
         diary = Diary.of_reader()
         if diary:
             diary.keep(self.id, {n: (g, self.records[n].value) for n, g in guesses.items() if g is not None})
@@ -202,7 +212,12 @@ class Diary:
     @classmethod
     def of_reader(cls) -> "Diary | None":
         """None while `labs run` executes: a published output must not depend on who runs it."""
-        return None if os.environ.get("LABS_RUN") else cls(Path.home() / ".labsupport" / "guesses.json")
+        if os.environ.get("LABS_RUN"):
+            return None
+        try:
+            return cls(Path.home() / ".labsupport" / "guesses.json")
+        except RuntimeError:  # a container's user without a home
+            return None
 
     def keep(self, lab: str, guesses: Mapping[str, tuple[float, float]]) -> None:
         """Remember guess and measured value of each question. A home that cannot be written is no reason to stop."""
@@ -216,8 +231,12 @@ class Diary:
 
     def read(self) -> dict[str, dict[str, list[float]]]:
         try:
-            return dict(json.loads(self.path.read_text()))
-        except (OSError, ValueError):
+            found = json.loads(self.path.read_text())
+            return {
+                lab: {name: [float(guess), float(value)] for name, (guess, value) in guesses.items()}
+                for lab, guesses in found.items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
     @property

@@ -7,7 +7,9 @@ records stale that lean on it.
 """
 
 import ast
+import builtins
 import hashlib
+import symtable
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -31,15 +33,27 @@ def record_hashes(notebook: Mapping[str, Any], package: Path | None = None) -> d
     leads to a record is not plain Python.
     """
     modules = Modules(package or Path(__file__).parents[1])
+    code = [raw for raw in notebook["cells"] if raw["cell_type"] == "code"]
+    recording = [n for n, raw in enumerate(code, start=1) if any(records_in(raw["outputs"]))]
     cells: list[Cell] = []
     imported: dict[str, set[str]] = {}
     hashes = {}
-    for number, raw in enumerate(notebook["cells"]):
-        if raw["cell_type"] != "code":
-            continue
-        cell = Cell.parse("".join(raw["source"]), number)
+    for number, raw in enumerate(code[: max(recording, default=0)], start=1):
+        ignored = IGNORED_TAGS & set(raw.get("metadata", {}).get("tags", []))
+        if ignored and number in recording:
+            made = ", ".join(record.name for record in records_in(raw["outputs"]))
+            raise ValueError(f"In [{number}] is tagged {', '.join(ignored)}, so it cannot record {made}")
+        try:
+            cell = Cell.parse("".join(raw["source"]), number)
+        except ValueError:
+            if ignored:
+                continue
+            raise
+        known = imported.get(PACKAGE, set())
         imported |= dict.fromkeys(cell.imports, set()) | modules.imported_by(cell.tree, "")
-        if IGNORED_TAGS & set(raw.get("metadata", {}).get("tags", [])):
+        if PACKAGE in imported:
+            imported[PACKAGE] = imported[PACKAGE] | known
+        if ignored or not cell.tree.body:
             continue
         cells.append(cell)
         names = [record.name for record in records_in(raw["outputs"])]
@@ -47,6 +61,7 @@ def record_hashes(notebook: Mapping[str, Any], package: Path | None = None) -> d
             continue
         needed = leading_cells(cells, set(imported))
         used = set().union(*(imported.get(name, set()) for cell in needed for name in cell.loads))
+        used |= {modules.behind(name) for cell in needed for name in cell.dotted if PACKAGE in imported}
         # The session's fingerprint is an instrument's reading too, though no cell imports it.
         used |= {f"{PACKAGE}.machine"} if any(cell.reads_machine for cell in needed) else set()
         closure = sorted(modules.closure(used))
@@ -63,10 +78,12 @@ def leading_cells(cells: list["Cell"], imported: set[str]) -> list["Cell"]:
     """
     needed = [cells[-1]]
     names = set(cells[-1].loads)
-    for cell in reversed(cells[:-1]):
-        if (cell.binds | (cell.changes - imported)) & names:
-            needed.append(cell)
-            names |= cell.loads
+    waiting = cells[:-1]
+    # Until nothing is added: a helper may read what a cell after it binds.
+    while found := [cell for cell in waiting if (cell.binds | (cell.changes - imported)) & names]:
+        needed += found
+        names |= {name for cell in found for name in cell.loads}
+        waiting = [cell for cell in waiting if cell not in found]
     return needed
 
 
@@ -74,19 +91,22 @@ class Cell:
     """One code cell: its normalised tree, and the names that it reads, binds, changes by a call, and imports."""
 
     def __init__(self, tree: ast.Module) -> None:
-        tree.body = [node for node in tree.body if not _is_display(node)]
+        tree.body = [node for node in tree.body if not _is_display(node) and not _is_docstring(node)]
         nodes = list(ast.walk(tree))
-        names = [node for node in nodes if isinstance(node, ast.Name)]
         self.tree = tree
         self.dump = dump(tree)
-        self.loads = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        self.binds = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        self.binds |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        # `model.train()` or `losses.append(x)` as a statement of its own changes what the name holds.
-        self.changes = {_root_name(call.func) for call in map(_bare_method_call, nodes) if call} - {"lab"}
+        self.loads, self.binds = _global_names(symtable.symtable(ast.unparse(tree), "cell", "exec"))
+        # `losses.append(x)` as a statement of its own, `a[0] = x` and `fit(model)` change what the name holds.
+        changes = {_root_name(call.func) for call in map(_bare_method_call, nodes) if call}
+        changes |= {_root_name(n) for n in nodes if isinstance(n, ast.Attribute | ast.Subscript) and _is_store(n)}
+        bare = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+        calls = [call for call in bare if _root_name(call.func) not in _HARMLESS]
+        changes |= {_root_name(a) for call in calls for a in [*call.args, *(k.value for k in call.keywords)]}
+        self.changes = (changes & self.loads) - {"lab"}
         imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
         self.imports = {(alias.asname or alias.name).split(".")[0] for alias in imports}
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        self.dotted = {ast.unparse(node) for node in attributes if _root_name(node) == PACKAGE}
         self.reads_machine = any(node.attr == "machine" and _root_name(node) == "lab" for node in attributes)
 
     @classmethod
@@ -94,7 +114,27 @@ class Cell:
         try:
             return cls(ast.parse(source))
         except SyntaxError as error:
-            raise ValueError(f"cell {number} is not plain Python (line {error.lineno}: {error.msg})") from error
+            raise ValueError(f"In [{number}] is not plain Python (line {error.lineno}: {error.msg})") from error
+
+
+# Calls that leave their arguments as they are.
+_HARMLESS = {"lab", *dir(builtins)}
+
+
+def _is_store(node: ast.Attribute | ast.Subscript) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _global_names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """The cell's own names that it reads and those it binds; a function's local names are not among them."""
+    symbols = [s for s in table.get_symbols() if table.get_type() == "module" or s.is_global()]
+    loads = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    binds = {symbol.get_name() for symbol in symbols if symbol.is_assigned() and not symbol.is_imported()}
+    for child in table.get_children():
+        more = _global_names(child)
+        loads |= {symbol.get_name() for symbol in child.get_symbols() if symbol.is_imported()}
+        loads, binds = loads | more[0], binds | more[1]
+    return loads, binds
 
 
 def _is_display(node: ast.stmt) -> bool:
@@ -121,13 +161,15 @@ def dump(node: Any) -> str:
         for field, value in ast.iter_fields(node):
             if field == "body" and isinstance(value, list) and not isinstance(node, ast.Lambda):
                 value = value[1:] if value and _is_docstring(value[0]) else value
+            if isinstance(node, ast.JoinedStr):  # Python 3.12.0 to 3.12.3 leave empty parts behind
+                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
             if field in ("ctx", "type_comment", "type_params", "kind") or value is None or value == []:
                 continue
             parts.append(f"{field}={dump(value)}")
         return f"{type(node).__name__}({','.join(parts)})"
     if isinstance(node, list):
         return f"[{','.join(map(dump, node))}]"
-    return repr(node)
+    return ascii(node)  # repr depends on this Python's Unicode
 
 
 def _is_docstring(node: Any) -> bool:
@@ -190,6 +232,15 @@ class Modules:
                 return self.home(self._origin(node, module), name)
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_EXPORTS":
                 return ast.literal_eval(node.value).get(name, module)
+        return module
+
+    def behind(self, dotted: str) -> str:
+        """The module behind `labsupport.measure.a.of_a`, spelt out."""
+        module, *rest = dotted.split(".")
+        for part in rest:
+            if not self.path(f"{module}.{part}"):
+                return self.home(module, part)
+            module = f"{module}.{part}"
         return module
 
     def closure(self, modules: set[str]) -> set[str]:

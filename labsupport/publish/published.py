@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Published:
-    """What one machine family has published: its fingerprint, and each lab's entries by record name."""
+    """What one machine family has published: its fingerprint, and each lab's entries by record name.
+
+    `made_on` has the fingerprint of a lab that was published earlier, on the same family, when the machine was
+    another one in some detail: a kernel, a driver, a Python.
+    """
 
     machine: Mapping[str, Any]
     labs: Mapping[str, Mapping[str, Entry]]
+    made_on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def with_lab(self, lab: str, machine: Mapping[str, Any], entries: Mapping[str, Entry]) -> "Published":
+        """With this lab published anew, on the machine as it is now."""
+        others = {name: self.machine_of(name) for name in self.labs if name != lab}
+        made_on = {name: other for name, other in others.items() if other != machine}
+        return Published(machine, {**self.labs, lab: entries}, made_on)
+
+    def machine_of(self, lab: str) -> Mapping[str, Any]:
+        """The fingerprint behind a lab's values."""
+        return self.made_on.get(lab, self.machine)
 
     def records(self, lab: str) -> dict[str, Record]:
         return {name: entry.record for name, entry in self.labs.get(lab, {}).items()}
@@ -53,7 +68,8 @@ class Published:
             lab: {name: entry.to_dict() for name, entry in entries.items()}
             for lab, entries in sorted(self.labs.items())
         }
-        return json.dumps({"machine": dict(self.machine), "labs": labs}, indent=1) + "\n"
+        made_on = {"made_on": self.made_on} if self.made_on else {}
+        return json.dumps({"machine": self.machine, "labs": labs, **made_on}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "Published":
@@ -77,7 +93,7 @@ class Published:
             raise PublishedError(
                 f"{where} is not a published file ({type(error).__name__}: {error}). {REMEDY}"
             ) from error
-        return cls(machine, labs)
+        return cls(machine, labs, dict(found.get("made_on", {})))
 
 
 def folder() -> Path:

@@ -64,6 +64,8 @@ class Record:
         object.__setattr__(self, "value", int(rounded) if _is_whole(self.value) else float(rounded))
         if self.interval is not None:
             low, high = self.interval
+            if not -math.inf < low <= high < math.inf:
+                raise ValueError(f"record {self.name!r} has the interval {self.interval}; low <= high is expected")
             object.__setattr__(self, "interval", (_rounded(low), _rounded(high)))
         if self.spread is not None:
             object.__setattr__(self, "spread", _rounded(self.spread, 2))
@@ -137,7 +139,11 @@ def records_in(outputs: list[Any]) -> Iterator[Record]:
             continue
         if not found or found.get("name") != name:
             raise ValueError(f"the output of record {name!r} has lost its value: run and publish the lab again")
-        yield Record.from_dict(found)
+        try:
+            record = Record.from_dict(found)
+        except TypeError as error:
+            raise ValueError(f"the output of record {name!r} has lost its value: {error}") from error
+        yield record
 
 
 def sentence(say: Mapping[str, Any], records: Mapping[str, Record]) -> str:

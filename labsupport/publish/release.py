@@ -52,15 +52,20 @@ def staged(
     for book in books:
         run, executed = _publishable(book, build)
         family = str(run.machine["family"])
-        hashes = record_hashes(executed)
+        if values_only and book.metadata.get("published") == family:
+            raise UsageError(f"lab {book.id} shows this machine's values ({family}): publish it without --values-only")
+        try:
+            hashes = record_hashes(executed)
+        except ValueError as error:
+            raise UsageError(f"lab {book.id}: {error}") from error
         earlier = found[family].labs.get(book.id, {}) if family in found else {}
         new = (bands or {}).get(book.id, {})
         entries = {
             name: Entry(record, hashes[name], new.get(name) or _kept_band(earlier.get(name), record.value))
             for name, record in run.records.items()
         }
-        labs = dict(found[family].labs) if family in found else {}
-        found[family] = Published(_fingerprint(run), labs | {book.id: entries})
+        machine = _fingerprint(run)
+        found[family] = found.get(family, Published(machine, {})).with_lab(book.id, machine, entries)
         texts[_values_file(family)] = found[family].to_json()
         if not values_only:
             texts[book.path] = replay.notebook_text(replay.normalised(executed, book.id, family, found[family]))

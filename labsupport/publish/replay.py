@@ -100,7 +100,7 @@ def inconsistencies(notebook: Mapping[str, Any], lab: str, machine: str, publish
                     elif text != record.text:
                         found.append(f"In [{number}]: shows {text!r}, published is {record.text!r}")
                 about = output.get("metadata", {}).get(METADATA_KEY, {}).get("machine")
-                if about and (line := Machine.from_dict(dict(published.machine)).describe()) not in text:
+                if about and (line := Machine.from_dict(dict(published.machine_of(lab))).describe()) not in text:
                     found.append(f"In [{number}]: describes another machine than the published {line!r}")
                 if SAY_MIME in data and text != (said := said_text(data[SAY_MIME], values)):
                     found.append(f"In [{number}]: says {text!r}, the published values say {said!r}")
