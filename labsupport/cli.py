@@ -193,7 +193,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
 
     def again(book: Book) -> Run:
         click.echo(f"{book.id}  a ratio is out of its band: measuring it once more")
-        profile = "cuda" if Run.load_of(book, build).machine.get("profile") == "cuda" else "cpu"
+        profile = Run.load_of(book, build).profile
         return next(run for _, run in run_labs([book], build / "again", profile=profile, timeout_s=timeout_s))
 
     report = check(select(root, labs), build, published.load_all(), again=again)

@@ -80,3 +80,11 @@ def test_no_path_of_one_machine_is_tracked():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     texts = {name: (ROOT / name).read_text(errors="ignore") for name in tracked if (ROOT / name).is_file()}
     assert not [name for name, text in texts.items() if re.search(r"/(?:root|work|home/\w+|Users/\w+)/", text)]
+
+
+def test_readme_has_the_generated_table_of_labs():
+    from labsupport.publish import published, release
+    from labsupport.publish.catalogue import all_books
+
+    readme = (ROOT / "README.md").read_text()
+    assert release.with_table(readme, release.labs_table(all_books(ROOT), published.load_all())) == readme

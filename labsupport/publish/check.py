@@ -16,6 +16,7 @@ from labsupport.units import format_value
 
 # Of the records published for this machine family, so many must have been judged: a check that only looks is none.
 JUDGED_SHARE = 0.8
+NOTHING_PUBLISHED = "no published value for this profile and torch version"
 
 
 def check(
@@ -34,9 +35,9 @@ def check(
     rows: list[Row] = []
     for book in books:
         found = list(_lab_rows(book, build, machines, source))
-        if again and any(row.outcome == "broken" and _kind(row, machines) == "ratio" for row in found):
+        if again and any(_is_broken_ratio(row) for row in found):
             second = again(book)
-            found = [_second_look(row, second, machines) for row in found]
+            found = [_second_look(row, book, second, machines) if _is_broken_ratio(row) else row for row in found]
         rows += [*found, *_enough(book, found, build, machines)]
     return Report(tuple(rows))
 
@@ -48,12 +49,8 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
         return
     run = Run.load(path)
     if run.status != "ok":
-        yield Row(
-            lab=book.id,
-            record="",
-            outcome="failed",
-            why=f"the run ended with {run.status}: {run.error}: labs run {book.id}",
-        )
+        why = f"the run ended with {run.status}: {run.error}: labs run {book.id}"
+        yield Row(lab=book.id, record="", outcome="failed", why=why)
         return
     if run.parameters:
         why = f"run with {', '.join(f'{k}={v}' for k, v in run.parameters.items())}: never compared"
@@ -69,59 +66,49 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
     for name, other in sorted(machines.items()):
         theirs = other.labs.get(book.id, {})
         old = sorted(key for key, entry in theirs.items() if hashes.get(key, entry.hash) != entry.hash)
-        if old and name not in (_family(run), book.metadata.get("published")):
+        if old and name not in (run.family, book.metadata.get("published")):
             why = f"{name}: other code made its {', '.join(old)}: labs publish there"
             yield Row(lab=book.id, record="", outcome="beside", why=why)
-    family = _family(run)
-    base, entries = _basis(book.id, run, machines)
+    base, entries = _basis(book, run, machines)
+    own = base == run.family
     for name, record in run.records.items():
         if name in entries:
-            yield _judge(
-                book.id,
-                record,
-                entries[name],
-                family if base == family else base,
-                run,
-                hashes[name],
-                base == family,
-            )
-        elif entries and base == family:
+            yield _judge(book.id, record, entries[name], base, hashes[name], own)
+        elif entries and own:
             yield _row(book.id, record, None, "new", "not published: labs publish")
         else:
-            yield _judge_alone(book.id, record, "no published value for this profile and torch version")
-    present = set(run.machine.get("present", ()))
+            yield _judge_alone(book.id, record, NOTHING_PUBLISHED)
+    yield from _missing_rows(book.id, run, entries)
+
+
+def _missing_rows(lab: str, run: Run, entries: Mapping[str, Entry]) -> Iterator[Row]:
+    """What is published and was not recorded; that fails, unless the machine lacks what it needs."""
     for name, entry in entries.items():
-        if name not in run.records:
-            needs = entry.record.needs
-            absent = bool(needs) and needs not in present
-            why = f"needs {needs}, not on this machine" if absent else "published, but this run did not record it"
-            yield Row(
-                lab=book.id,
-                record=name,
-                outcome="skipped" if absent else "missing",
-                published=format_value(entry.record.value, entry.record.unit),
-                why=why,
-            )
+        if name in run.records:
+            continue
+        needs = entry.record.needs
+        absent = bool(needs) and needs not in run.machine.get("present", ())
+        outcome = "skipped" if absent else "missing"
+        why = f"needs {needs}, not on this machine" if absent else "published, but this run did not record it"
+        published = format_value(entry.record.value, entry.record.unit)
+        yield Row(lab=lab, record=name, outcome=outcome, published=published, why=why, kind=entry.record.kind)
 
 
-def _family(run: Run) -> str:
-    return str(run.machine.get("family", ""))
+def _basis(book: Book, run: Run, machines: Mapping[str, Published]) -> tuple[str, Mapping[str, Entry]]:
+    """The published machine to compare with: this family, else one of the same profile and torch minor version.
 
-
-def _basis(lab: str, run: Run, machines: Mapping[str, Published]) -> tuple[str, Mapping[str, Entry]]:
-    """The published machine to compare with: this family, else one of the same profile and torch minor version."""
-    family = _family(run)
-    minor = ".".join(str(run.machine.get("torch", "")).split(".")[:2])
+    Of several, the one that made the committed outputs: a reader sees those.
+    """
     alike = [
         name
         for name, found in sorted(machines.items())
-        if lab in found.labs and found.profile == run.machine.get("profile") and found.torch_minor == minor
+        if book.id in found.labs and (found.profile, found.torch_minor) == (run.profile, run.torch_minor)
     ]
-    best = family if family in alike else next(iter(alike), "")
-    return best, machines[best].labs[lab] if best else {}
+    best = next((name for name in (run.family, book.metadata.get("published"), *alike) if name in alike), "")
+    return best, machines[best].labs[book.id] if best else {}
 
 
-def _judge(lab: str, record: Record, entry: Entry, base: str, run: Run, digest: str, own: bool) -> Row:
+def _judge(lab: str, record: Record, entry: Entry, base: str, digest: str, own: bool) -> Row:
     """One record against its published entry. Stale is told first: its value was made by other code."""
     was = entry.record
     if digest != entry.hash:
@@ -163,7 +150,8 @@ def _judge_alone(lab: str, record: Record, reason: str, was: Record | None = Non
 def _row(lab: str, record: Record, was: Record | None, outcome: str, why: str) -> Row:
     published = format_value(was.value, was.unit) if was else ""
     measured = format_value(record.value, record.unit)
-    return Row(lab=lab, record=record.name, outcome=outcome, published=published, measured=measured, why=why)
+    named = {"lab": lab, "record": record.name, "kind": record.kind}
+    return Row(**named, outcome=outcome, published=published, measured=measured, why=why)
 
 
 def _notebook_rows(
@@ -178,10 +166,9 @@ def _notebook_rows(
     else:
         published = machines[machine]
         found += replay.inconsistencies(committed, book.id, machine, published)
-        minor = ".".join(str(run.machine.get("torch", "")).split(".")[:2])
-        if (published.profile, published.torch_minor) == (run.machine.get("profile"), minor):
+        if (published.profile, published.torch_minor) == (run.profile, run.torch_minor):
             found += replay.differences(committed, executed)
-        if machine != _family(run):
+        if machine != run.family:
             # On the publishing family the records below tell it; here only the notebook can.
             try:
                 now = record_hashes(committed, source)
@@ -196,23 +183,20 @@ def _notebook_rows(
     yield from (Row(lab=book.id, record="", outcome="failed", why=why) for why in found)
 
 
-def _kind(row: Row, machines: Mapping[str, Published]) -> str:
-    entries = (found.labs.get(row.lab, {}).get(row.record) for found in machines.values())
-    return next((entry.record.kind for entry in entries if entry), "")
+def _is_broken_ratio(row: Row) -> bool:
+    return row.outcome == "broken" and row.kind == "ratio"
 
 
-def _second_look(row: Row, second: Run, machines: Mapping[str, Published]) -> Row:
+def _second_look(row: Row, book: Book, second: Run, machines: Mapping[str, Published]) -> Row:
     """A ratio that was out of its band, judged on a second run; the first value stays in the report."""
-    if row.outcome != "broken" or _kind(row, machines) != "ratio" or row.record not in second.records:
-        return row
-    base, entries = _basis(row.lab, second, machines)
-    record, entry = second.records[row.record], entries.get(row.record)
-    if entry and (entry.record.kind, entry.record.unit) != (record.kind, record.unit):
+    base, entries = _basis(book, second, machines)
+    record, entry = second.records.get(row.record), entries.get(row.record)
+    if record is None or (entry and (entry.record.kind, entry.record.unit) != (record.kind, record.unit)):
         return row
     if entry:
-        judged = _judge_ratio(row.lab, record, entry, base, base == _family(second))
+        judged = _judge_ratio(row.lab, record, entry, base, base == second.family)
     else:
-        judged = _judge_alone(row.lab, record, "no published value for this profile and torch version")
+        judged = _judge_alone(row.lab, record, NOTHING_PUBLISHED)
     return replace(judged, why=f"{judged.why}; measured twice, first {row.measured}")
 
 
@@ -227,6 +211,6 @@ def _enough(book: Book, rows: list[Row], build: Path, machines: Mapping[str, Pub
         return
     run = Run.load(result_file(book, build))
     due = [row for row in counted if row.outcome != "skipped"]
-    if _family(run) in machines and judged < JUDGED_SHARE * len(due):
+    if run.family in machines and judged < JUDGED_SHARE * len(due):
         why = f"judged {judged} of {len(due)} records on the family that published them; {JUDGED_SHARE:.0%} are due"
         yield Row(lab=book.id, record="", outcome="failed", why=why)

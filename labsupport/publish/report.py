@@ -26,6 +26,7 @@ class Row:
     published: str = ""
     measured: str = ""
     why: str = ""
+    kind: str = ""
 
     @property
     def fails(self) -> bool:

@@ -40,6 +40,19 @@ class Run:
     cell: int | None = None  # its number in brackets: In [3]
     error: str | None = None
 
+    @property
+    def family(self) -> str:
+        """The machine family it ran on; "" where it ended before it knew."""
+        return str(self.machine.get("family", ""))
+
+    @property
+    def profile(self) -> str:
+        return str(self.machine.get("profile", ""))
+
+    @property
+    def torch_minor(self) -> str:
+        return ".".join(str(self.machine.get("torch", "")).split(".")[:2])
+
     @classmethod
     def load_of(cls, book: Book, build: Path) -> "Run":
         return cls.load(result_file(book, build))

@@ -370,18 +370,17 @@ def stale_in_lab_00(tmp_path):
     return after
 
 
-CEILINGS = {"matmul_fp32", "matmul_bf16", "host_copy_bandwidth", "disk_read"}
+CEILINGS = {"matmul_fp32", "matmul_bf16", "matmul_fp16", "host_copy_bandwidth", "disk_read"}
 RATIOS = {"wait_over_compute", "free_speedup", "fed_speedup", "restart_slowdown"}
 # Recorded in the same cell as one of these ratios, and a cell is the finest grain there is.
 TIMED = RATIOS | {"idle_share", "idle_cost", "starved_samples_per_s", "fed_samples_per_s"}
-LOOP = TIMED | {"losses_that_differ", "loss_after_8_steps"}
-LOCALS = "fault: the local on_cpu of gpu_over_cpu() counts as a global, and the cell `decisions` has one (Cell)"
+LOOP = TIMED | {"losses_that_differ", "loss_after_8_steps", "batch_bytes", "parameters"}
 
 
 @pytest.mark.parametrize(
     "file, names",
     [
-        pytest.param("measure/roofline.py", CEILINGS),
+        ("measure/roofline.py", CEILINGS),
         ("train/data.py", LOOP),
         ("measure/timing.py", TIMED | {"bf16_speedup"}),
         ("machine.py", CEILINGS | {"bf16_speedup", "cores", "memory_allowed"}),
