@@ -16,6 +16,7 @@ from labsupport.units import format_value
 
 # Of the records published for this machine family, so many must have been judged: a check that only looks is none.
 JUDGED_SHARE = 0.8
+MADE_BY_OTHER_CODE = "made by other code than stands here now: labs publish"
 NOTHING_PUBLISHED = "no published value for this profile and torch version"
 
 
@@ -62,18 +63,22 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
     except (UsageError, ValueError) as error:
         yield Row(lab=book.id, record="", outcome="failed", why=f"the executed copy cannot be judged: {error}")
         return
-    yield from _notebook_rows(book, executed, run, machines, source)
+    base, entries = _basis(book, run, machines)
+    own, committed = base == run.family, base == book.metadata.get("published")
+    yield from _notebook_rows(book, executed, run, machines, source, told=committed)
     for name, other in sorted(machines.items()):
         theirs = other.labs.get(book.id, {})
         old = sorted(key for key, entry in theirs.items() if hashes.get(key, entry.hash) != entry.hash)
         if old and name not in (run.family, book.metadata.get("published")):
             why = f"{name}: other code made its {', '.join(old)}: labs publish there"
             yield Row(lab=book.id, record="", outcome="beside", why=why)
-    base, entries = _basis(book, run, machines)
-    own = base == run.family
     for name, record in run.records.items():
-        if name in entries:
-            yield _judge(book.id, record, entries[name], base, hashes[name], own)
+        if name in entries and entries[name].hash == hashes[name]:
+            yield _judge(book.id, record, entries[name], base, own)
+        elif name in entries and (own or committed):
+            yield _row(book.id, record, entries[name].record, "stale", MADE_BY_OTHER_CODE)
+        elif name in entries:
+            yield _judge_alone(book.id, record, f"{base} published it with other code", entries[name].record)
         elif entries and own:
             yield _row(book.id, record, None, "new", "not published: labs publish")
         else:
@@ -108,13 +113,9 @@ def _basis(book: Book, run: Run, machines: Mapping[str, Published]) -> tuple[str
     return best, machines[best].labs[book.id] if best else {}
 
 
-def _judge(lab: str, record: Record, entry: Entry, base: str, digest: str, own: bool) -> Row:
-    """One record against its published entry. Stale is told first: its value was made by other code."""
+def _judge(lab: str, record: Record, entry: Entry, base: str, own: bool) -> Row:
+    """One record against its published entry, which the same code has made."""
     was = entry.record
-    if digest != entry.hash:
-        if own:
-            return _row(lab, record, was, "stale", "made by other code than stands here now: labs publish")
-        return _judge_alone(lab, record, f"{base} published it with other code", was)
     if (was.kind, was.unit) != (record.kind, record.unit):
         return _row(lab, record, was, "broken", f"was {was.kind} in {was.unit!r}, is {record.kind} in {record.unit!r}")
     if record.kind == "exact":
@@ -155,9 +156,18 @@ def _row(lab: str, record: Record, was: Record | None, outcome: str, why: str) -
 
 
 def _notebook_rows(
-    book: Book, executed: Mapping[str, Any], run: Run, machines: Mapping[str, Published], source: Path | None
+    book: Book,
+    executed: Mapping[str, Any],
+    run: Run,
+    machines: Mapping[str, Published],
+    source: Path | None,
+    *,
+    told: bool,
 ) -> Iterator[Row]:
-    """The committed notebook itself: its outputs against this run, against the published values, and its code."""
+    """The committed notebook itself: its outputs against this run, against the published values, and its code.
+
+    `told`: that its code is another one is told record by record, where the run's records are judged.
+    """
     committed = book.notebook
     machine = book.metadata.get("published", "")
     found: list[str] = []
@@ -168,8 +178,7 @@ def _notebook_rows(
         found += replay.inconsistencies(committed, book.id, machine, published)
         if (published.profile, published.torch_minor) == (run.profile, run.torch_minor):
             found += replay.differences(committed, executed)
-        if machine != run.family:
-            # On the publishing family the records below tell it; here only the notebook can.
+        if not told:
             try:
                 now = record_hashes(committed, source)
             except ValueError as error:
@@ -178,8 +187,7 @@ def _notebook_rows(
                 name for name, entry in published.labs[book.id].items() if now.get(name, entry.hash) != entry.hash
             )
             for name in stale:
-                why = f"the committed output was made by other code than stands here now ({machine}): labs publish"
-                yield Row(lab=book.id, record=name, outcome="stale", why=why)
+                yield Row(lab=book.id, record=name, outcome="stale", why=f"{machine}: {MADE_BY_OTHER_CODE}")
     yield from (Row(lab=book.id, record="", outcome="failed", why=why) for why in found)
 
 
