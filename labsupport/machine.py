@@ -169,6 +169,8 @@ def bf16_pays(device: "torch.device | str", *, clock: Callable[[], float] = time
 
     where = torch.device(device)
     on_gpu = where.type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"cannot time {where}: torch {torch.__version__} sees no GPU; use cpu")
     size, rounds = (4096, 7) if on_gpu else (256, 15)
     a = torch.randn(size, size, device=where, generator=torch.Generator(where).manual_seed(0))
     products = [partial(torch.mm, x, x) for x in (a, a.bfloat16())]

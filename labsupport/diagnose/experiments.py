@@ -97,11 +97,12 @@ class ExperimentLog:
             rows.append(row)
         return pd.DataFrame(rows, index=pd.Index(list(self._runs), name="run"))
 
-    def ladder(self, metric: str | None = None, *, higher_is_better: bool = False) -> "pd.DataFrame":
+    def ladder(self, metric: str | None = None, *, higher_is_better: bool | None = None) -> "pd.DataFrame":
         """What each change brought, in columns run, changed, value, gain, gain_in_all, flag.
 
         `gain` is against the run's parent, `gain_in_all` against the first run; 2 is twice as good: old / new
-        or, if higher is better, new / old; NaN where a value is missing or not positive. `flag` says why a
+        or, if higher is better, new / old. By default higher is better for a rate (its name or unit ends in /s
+        or _per_s). NaN where a value is missing or not positive. `flag` says why a
         gain may not be the change's. `metric` names a result, by default the first; KeyError if none has it.
         """
         import pandas as pd
@@ -114,6 +115,8 @@ class ExperimentLog:
         metric = next(iter(known)) if metric is None else metric
         if metric not in known:
             raise KeyError(f"no run has a result {metric!r}; there are {_listed(known)}")
+        if higher_is_better is None:
+            higher_is_better = metric.rstrip("]").endswith(("/s", "_per_s"))
         rows = []
         for run in self.runs:
             parent = self._runs[run.parent] if run.parent is not None else None
@@ -196,6 +199,10 @@ def _results(given: Any, unit: str) -> dict[str, float]:
     for key, value in given.items():
         if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"result {key!r} is {value!r}; a number is expected (for a tensor: .item())")
+        if not math.isfinite(value):
+            raise ValueError(
+                f"result {key!r} is {value!r}: JSON has finite numbers only; leave it out, and say why in note"
+            )
     return {key: int(value) if isinstance(value, Integral) else float(value) for key, value in given.items()}
 
 
@@ -216,6 +223,8 @@ def _plain(value: Any, where: str) -> Any:
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value!r}: JSON has finite numbers only; give a text")
     if value is None or isinstance(value, str | int | float):
         return value
     kind = type(value).__name__

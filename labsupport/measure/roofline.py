@@ -104,11 +104,16 @@ def measure_ceilings(
     device_copy and host_memory (B/s, read plus written), h2d_pinned and h2d_pageable (B/s, each byte once;
     CUDA only), disk_read (B/s, from a temporary file in `folder`, which is removed). Each is sampled for
     about `min_time_s` after warm-up; on a CPU all of it takes about 300 MB and two seconds. Random state and
-    precision settings are left as they were. ValueError for a device other than CPU and CUDA.
+    precision settings are left as they were. ValueError for a device other than CPU and CUDA, or
+    not there, and for a time that is not above 0.
     """
     where = torch.device(device)
     if where.type not in LARGEST_SIZE:
         raise ValueError(f"no ceilings for the device {where}: use one of {', '.join(LARGEST_SIZE)}")
+    if min_time_s <= 0:
+        raise ValueError(f"min_time_s={min_time_s}: a time above 0 is expected, such as 0.15")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"no ceilings for {where}: torch {torch.__version__} sees no GPU; use cpu")
     on_gpu = where.type == "cuda"
     sampler = _Sampler(where, min_time_s, clock)
     readings: list[Ceiling] = []

@@ -15,11 +15,13 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     Each sample is above the median with probability 1/2, so the order statistics k and n+1-k enclose it except
     with twice the binomial tail below k (the sign test, inverted). Raises ValueError when there are too few.
     """
+    if not all(math.isfinite(sample) for sample in samples):
+        raise ValueError(f"finite samples are expected, got {list(samples)}")
     n, ordered = len(samples), sorted(samples)
     tails = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
     possible = [k for k, tail in enumerate(tails, start=1) if tail <= 1 - confidence]
     if not possible:
-        raise ValueError(f"{n} samples give no {confidence:.0%} interval of the median; at least 6 are needed for 95 %")
+        raise ValueError(f"{n} samples give no {confidence:.0%} interval of the median; 95 % needs at least 6")
     return ordered[possible[-1] - 1], ordered[n - possible[-1]]
 
 
@@ -38,7 +40,9 @@ class PairedRatio:
 
     @classmethod
     def of(cls, a_s: Sequence[float], b_s: Sequence[float]) -> "PairedRatio":
-        """From the seconds of A and of B in each round. Raises ValueError for unequal numbers of rounds."""
+        """From the seconds of A and of B in each round. Raises ValueError for unequal numbers of rounds, or none."""
+        if len(a_s) != len(b_s) or min([*a_s, *b_s], default=0) < 0:
+            raise ValueError(f"each round has seconds of A and of B: got {list(a_s)} and {list(b_s)}")
         return cls(tuple(a / b if b else math.inf for a, b in zip(a_s, b_s, strict=True)))
 
     @property

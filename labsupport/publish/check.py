@@ -17,6 +17,7 @@ from labsupport.units import format_value
 # Of the records published for this machine family, so many must have been judged: a check that only looks is none.
 JUDGED_SHARE = 0.8
 MADE_BY_OTHER_CODE = "made by other code than stands here now: labs publish"
+PRESENT = "finite, in its unit"
 NOTHING_PUBLISHED = "no published value for this profile and torch version"
 
 
@@ -54,8 +55,10 @@ def _lab_rows(book: Book, build: Path, machines: Mapping[str, Published], source
         yield Row(lab=book.id, record="", outcome="failed", why=why)
         return
     if run.parameters:
-        why = f"run with {', '.join(f'{k}={v}' for k, v in run.parameters.items())}: never compared"
-        yield from (Row(lab=book.id, record=name, outcome="skipped", why=why) for name in run.records)
+        given = ", ".join(f"{name}={value}" for name, value in run.parameters.items())
+        yield from (Row(lab=book.id, record=name, outcome="skipped", why=f"run with {given}") for name in run.records)
+        why = f"the last run was with {given}, and only the defaults are compared: labs run {book.id}"
+        yield Row(lab=book.id, record="", outcome="failed", why=why)
         return
     try:
         executed = replay.load(executed_copy(book, build))
@@ -126,7 +129,7 @@ def _judge(lab: str, record: Record, entry: Entry, base: str, own: bool) -> Row:
         return _row(lab, record, was, "held" if held else "broken", f"within {tolerance:g}")
     if record.kind == "ratio":
         return _judge_ratio(lab, record, entry, base, own)
-    return _row(lab, record, was, "held", "present, finite, in its unit")
+    return _row(lab, record, was, "present", PRESENT)
 
 
 def _judge_ratio(lab: str, record: Record, entry: Entry, base: str, own: bool) -> Row:
@@ -134,14 +137,16 @@ def _judge_ratio(lab: str, record: Record, entry: Entry, base: str, own: bool) -
         low, high = entry.band
         held = low <= record.value <= high
         return _row(lab, record, entry.record, "held" if held else "broken", f"band {low:.3g} to {high:.3g}")
-    reason = "no band yet: labs publish --rebase 5" if own else f"another machine family than {base}"
+    if own:
+        return _row(lab, record, entry.record, "new", "no band yet: labs publish --rebase 6")
+    reason = f"another machine family than {base}"
     return _judge_alone(lab, record, reason, entry.record)
 
 
 def _judge_alone(lab: str, record: Record, reason: str, was: Record | None = None) -> Row:
     """A record without a published value to hold it to: judged by what is true on any machine, or shown."""
     if record.kind == "info":
-        return _row(lab, record, was, "held", f"present, finite, in its unit; {reason}")
+        return _row(lab, record, was, "present", f"{PRESENT}; {reason}")
     if record.kind == "ratio" and record.at_least is not None and record.bound_applies:
         held = record.value >= record.at_least
         return _row(lab, record, was, "held" if held else "broken", f"at least {record.at_least:g} anywhere; {reason}")
@@ -213,7 +218,7 @@ def _enough(book: Book, rows: list[Row], build: Path, machines: Mapping[str, Pub
     if any(row.fails and not row.record for row in rows) or not result_file(book, build).is_file():
         return
     counted = [row for row in rows if row.record]
-    judged = sum(row.outcome in ("held", "broken") for row in counted)
+    judged = sum(row.outcome in ("held", "broken", "present") for row in counted)
     if not judged:
         yield Row(lab=book.id, record="", outcome="failed", why="judged nothing: a lab must hold some number")
         return

@@ -63,9 +63,10 @@ class Lab:
         interval are taken along, or a function that gives one. `details` are those of `Record`: tolerance, n,
         spread, interval, seed, needs, at_least, bound_applies. With `needs` ("cuda", "2 GPUs", "compiler", "root")
         a machine without it records nothing, calls nothing, and says so. Raises ValueError for a name already
-        taken, an unknown kind or need, a value that is not finite.
+        taken, an unknown kind or need, a value that is not finite. In a reader's hands a cell may run again:
+        there a record replaces the one before.
         """
-        if name in self.records:
+        if name in self.records and _published_run():
             raise ValueError(f"{name!r} is on record already ({self.records[name].text}): choose another name")
         needs = details.get("needs")
         if needs and not machine.has(needs):
@@ -113,16 +114,30 @@ class Lab:
             raise ValueError(f"{ratios[0]!r} may turn out the other way: use about=, above=, below=, same=")
         _show({SAY_MIME: said, "text/markdown": said_text(said, self.records)})
 
-    def predict(self, name: str, guess: float | None = None, *, question: str = "") -> None:
-        """Take the reader's guess of a record that is still to come. Unanswered is fine, and says so."""
-        if name in self.records:
+    def predict(
+        self,
+        name: str,
+        guess: float | None = None,
+        *,
+        question: str = "",
+        between: tuple[float, float] = (-math.inf, math.inf),
+    ) -> None:
+        """Take the reader's guess of a record that is still to come. Unanswered is fine, and says so.
+
+        A guess that is no number, or not `between` the bounds that make sense, is told and not taken.
+        """
+        if name in self.records and _published_run():
             raise ValueError(f"{name!r} is measured already ({self.records[name].text}): predict before you measure")
-        if guess is not None and (isinstance(guess, bool) or not isinstance(guess, int | float)):
-            raise TypeError(f"the guess for {name!r} is {guess!r}; a number is expected, or None")
-        if guess is not None and not math.isfinite(guess):
-            raise ValueError(f"the guess for {name!r} is {guess}; a finite number is expected")
+        low, high = between
+        if guess is None:
+            answer = "no guess yet: put a number for guess="
+        elif isinstance(guess, bool) or not isinstance(guess, int | float) or not math.isfinite(guess):
+            guess, answer = None, f"{guess!r} is not taken: a number is expected"
+        elif not low <= guess <= high:
+            guess, answer = None, f"{guess:g} is not taken: a number from {low:g} to {high:g} is expected"
+        else:
+            answer = f"your guess is {guess:g}"
         self.guesses[name] = guess
-        answer = "no guess yet: put a number for guess=" if guess is None else f"your guess is {guess:g}"
         _show({"text/plain": f"{question or name}\n  {answer}"})
 
     def check(
@@ -212,7 +227,7 @@ class Diary:
     @classmethod
     def of_reader(cls) -> "Diary | None":
         """None while `labs run` executes: a published output must not depend on who runs it."""
-        if os.environ.get("LABS_RUN"):
+        if _published_run():
             return None
         try:
             return cls(Path.home() / ".labsupport" / "guesses.json")
@@ -250,6 +265,11 @@ class Diary:
                     steps = min(20, round(abs(math.log(guess / value)) / math.log(1.25)))
                 lines.append(f"lab {lab}  {name:30} {'#' * steps or '='} {_error_of(guess, value)}")
         return "\n".join(["Your guesses so far:", *lines]) if lines else "No guesses yet: lab.predict takes them."
+
+
+def _published_run() -> bool:
+    """Whether `labs run` executes this: then a name taken twice is a mistake, not a cell run again."""
+    return bool(os.environ.get("LABS_RUN"))
 
 
 def _listed(names: Any) -> str:

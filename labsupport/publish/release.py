@@ -42,7 +42,8 @@ def staged(
 
     `bands` (lab -> record -> band) replaces the bands there are. `values_only` leaves the notebooks alone: for a
     second machine, whose values stand beside those of the machine that made the committed outputs. Raises
-    UsageError for a lab that did not run, failed, ran with other parameters, or has changed since.
+    UsageError for a lab that did not run, failed, ran with other parameters, or has changed since, and for a ratio
+    outside its band that gets no new one: publishing must not hide a number that no longer holds.
     """
     home = _values_file("").parents[2]
     if root.resolve() != home.resolve():
@@ -60,8 +61,13 @@ def staged(
             raise UsageError(f"lab {book.id}: {error}") from error
         earlier = found[family].labs.get(book.id, {}) if family in found else {}
         new = (bands or {}).get(book.id, {})
+        if outside := [name for name in run.records if name not in new and _leaves_band(run, earlier, name)]:
+            told = ", ".join(
+                f"{name} (was {earlier[name].record.text}, is {run.records[name].text})" for name in outside
+            )
+            raise UsageError(f"lab {book.id}: outside its band: {told}. Find out why; if it is right, --rebase 6")
         entries = {
-            name: Entry(record, hashes[name], new.get(name) or _kept_band(earlier.get(name), record.value))
+            name: Entry(record, hashes[name], new.get(name) or (earlier[name].band if name in earlier else None))
             for name, record in run.records.items()
         }
         machine = _fingerprint(run)
@@ -98,10 +104,9 @@ def _fingerprint(run: Run) -> dict:
     return {key: value for key, value in run.machine.items() if key != "present"}
 
 
-def _kept_band(earlier: Entry | None, value: float) -> tuple[float, float] | None:
-    """A band outlives a new run whose value lies in it; one that does not has to be set anew (--rebase)."""
-    band = earlier.band if earlier else None
-    return band if band and band[0] <= value <= band[1] else None
+def _leaves_band(run: Run, earlier: Mapping[str, Entry], name: str) -> bool:
+    band = earlier[name].band if name in earlier else None
+    return band is not None and not band[0] <= run.records[name].value <= band[1]
 
 
 def _values_file(family: str) -> Path:

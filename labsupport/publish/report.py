@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 FAILURES = ("broken", "missing", "stale", "new", "failed")
 OUTCOMES = {
-    "held": "judged, and as published",
-    "broken": "judged, and no longer as published",
+    "held": "judged against the published value, and as published",
+    "present": "judged as a time or rate is: there, finite, in its unit",
+    "broken": "judged against the published value, and no longer as published",
     "missing": "published, and not recorded by this run",
     "stale": "its published value was made by other code than stands here now",
     "new": "recorded, and not published yet",
@@ -64,12 +65,8 @@ class Report:
     @property
     def summary(self) -> str:
         found = self.counts
-        judged = found["held"] + found["broken"]
-        parts = [f"{judged} judged", f"{found['held']} held", f"{found['beside']} shown beside"]
-        parts += [
-            f"{found[name]} {name}"
-            for name in ("stale", "skipped", "missing", "new")
-            if found[name] or name in ("stale", "skipped")
-        ]
+        judged = found["held"] + found["broken"] + found["present"]
+        always = ("held", "present", "beside", "stale", "skipped")
+        parts = [f"{found[name]} {name}" for name in OUTCOMES if found[name] or name in always]
         verdict = "every number held" if self.ok else "NOT every number held"
-        return f"{verdict}: {', '.join(parts)}"
+        return f"{verdict}: {judged} judged ({', '.join(parts)})"

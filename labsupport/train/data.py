@@ -22,11 +22,14 @@ class StoredImages(Dataset[tuple[Tensor, int]]):
     def __init__(
         self, count: int, *, latency_s: float = 0.0, side: int = 64, distinct: int = 64, seed: int = 0
     ) -> None:
-        if count < 1 or distinct < 1 or latency_s < 0 or not 8 <= side <= 400:
-            raise ValueError(
-                f"count={count}, distinct={distinct}, latency_s={latency_s}, side={side}: "
-                "at least 1, 1 and 0, and a side of 8 to 400 pixels are expected"
-            )
+        for name, value, low, high in (
+            ("count", count, 1, 10**12),
+            ("distinct", distinct, 1, 100_000),
+            ("latency_s", latency_s, 0, 60),
+            ("side", side, 8, 400),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value}: {low} to {high} is expected")
         self.count, self.latency_s = count, latency_s
         self.files, self.labels = _crops(min(count, distinct), side, seed)
 
