@@ -18,7 +18,7 @@ PIN = $(shell sed -n 's/^ *"\(\(torch\|torchvision\)==[^"]*\)",*$$/\1/p' pyproje
 .PHONY: labs test install clean
 
 labs: $(STAMP)
-	@$(BIN)/labs run $(LABS); run=$$?; $(BIN)/labs check $(LABS) && exit $$run
+	@$(BIN)/labs run $(LABS); run=$$?; if [ $$run -le 1 ]; then $(BIN)/labs check $(LABS); fi && exit $$run
 
 test: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,9 +33,10 @@ test: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv found (Debian: apt install python3-venv)." \
-		"Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
-	@test -x $(BIN)/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@case "$(TORCH)" in default|cpu) ;; *) echo "TORCH=$(TORCH): default or cpu is expected"; exit 1;; esac
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { echo "'$(PYTHON)' is no Python 3.11 to 3.13 with venv" \
+		"(Debian: apt install python3-venv). Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
 	@if [ "$(TORCH)" = cpu ]; then \
 		echo "Installing $(PIN) from PyTorch's CPU index"; \
 		$(BIN)/python -m pip install --retries 1 --timeout 15 --index-url $(CPU_INDEX) $(PIN) \

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from labsupport.machine import Accelerator
 from labsupport.measure.roofline import Ceilings
@@ -72,29 +73,35 @@ def plot_ceilings(ceilings: Ceilings, *, beside: Mapping[str, Accelerator] | Non
     Logarithmic axes: the distance between a laptop and a data-centre card is a factor, not a difference.
     """
     rates = ("fp32", "tf32", "fp16", "bf16")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
     measured = {r.name: r for r in ceilings.readings}
-    bars = [(f"measured {key}", measured[f"matmul_{key}"].value, BUSY) for key in rates if f"matmul_{key}" in measured]
+    dots = [(f"measured {key}", measured[f"matmul_{key}"].value, BUSY) for key in rates if f"matmul_{key}" in measured]
     for name, card in (beside or {}).items():
         peaks = [(f"{name} {key} (sheet)", card.flops_per_s(key)) for key in rates]
-        bars += [(label, peak, OTHER) for label, peak in peaks if peak]
-    _bars(left, bars, "FLOP/s", "Matrix product")
+        dots += [(label, peak, OTHER) for label, peak in peaks if peak]
+    _dots(left, dots, "FLOP/s", "Matrix product")
     on_cpu = ceilings.machine.profile == "cpu"  # there the device's memory is the host's
     names = [r.name for r in ceilings.readings if r.unit == "B/s" and not (on_cpu and r.name == "device_copy")]
     copies = [(f"measured {name}", measured[name].value, BUSY) for name in names]
     copies += [(f"{name} memory (sheet)", 1e9 * card.bandwidth_gbs, OTHER) for name, card in (beside or {}).items()]
-    _bars(right, copies, "B/s", "Bytes")
+    _dots(right, copies, "B/s", "Bytes")
     return _finished(figure)
 
 
-def _bars(axes: Any, bars: list[tuple[str, float, str]], unit: str, title: str) -> None:
-    for row, (_, value, color) in enumerate(bars):
-        axes.barh(row, value, color=color, hatch="///" if color == OTHER else "", edgecolor="white")
-        axes.annotate(format_value(value, unit), (value, row), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+def _dots(axes: Any, dots: list[tuple[str, float, str]], unit: str, title: str) -> None:
+    """A dot a value: on a logarithmic axis a bar has no zero to start from. Rings are from sheets."""
+    for row, (_, value, color) in enumerate(dots):
+        axes.plot(value, row, "o", color=color, fillstyle="none" if color == OTHER else "full", markersize=8)
+        axes.annotate(format_value(value, unit), (value, row), xytext=(9, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(dots)), [label for label, _, _ in dots])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlim(right=20 * max(value for _, value, _ in bars))
+    low, high = min(value for _, value, _ in dots), max(value for _, value, _ in dots)
+    axes.set_xlim(low / 3, high * 400)  # room for the text beside the last dot
+    axes.xaxis.set_major_locator(LogLocator(base=10, numticks=20))
+    axes.minorticks_off()
+    axes.grid(axis="x", color="#dddddd")
+    axes.set_axisbelow(True)
     axes.set_xlabel(unit)
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
