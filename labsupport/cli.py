@@ -226,7 +226,7 @@ def publish_command(
     \b
     Examples:
       labs publish 00
-      labs publish 00 --rebase 5     five runs; the last is published, all set the bands
+      labs publish 00 --rebase 6     six runs; the last is published, all set the bands
     """
     from labsupport.publish import release
 

@@ -4,6 +4,7 @@ A roofline needs two kinds of ceiling, FLOP/s and bytes/s (Williams, Waterman an
 52(4), 2009). Vendors' sheets promise peaks (`labsupport.accelerators`); these were reached.
 """
 
+import math
 import os
 import tempfile
 import time
@@ -110,7 +111,7 @@ def measure_ceilings(
     where = torch.device(device)
     if where.type not in LARGEST_SIZE:
         raise ValueError(f"no ceilings for the device {where}: use one of {', '.join(LARGEST_SIZE)}")
-    if min_time_s <= 0:
+    if not 0 < min_time_s < math.inf:
         raise ValueError(f"min_time_s={min_time_s}: a time above 0 is expected, such as 0.15")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"no ceilings for {where}: torch {torch.__version__} sees no GPU; use cpu")

@@ -1,11 +1,8 @@
 """A notebook's session: what it records, says, predicts and checks, and how it compares with the published run."""
 
-import json
 import math
 import os
-from collections.abc import Mapping
-from html import escape
-from pathlib import Path
+from numbers import Real
 from typing import Any
 
 from labsupport import machine
@@ -13,13 +10,12 @@ from labsupport.publish import published
 from labsupport.publish.records import (
     METADATA_KEY,
     SAY_MIME,
-    SUMMARY_MIME,
     Record,
     absent_bundle,
     fields_of,
-    sentence,
+    said_text,
 )
-from labsupport.units import format_value
+from labsupport.publish.summary import Diary, summary_bundle
 
 # What a result object tells of its value, beside `.value` and `.unit`.
 MEASURED = ("n", "spread", "interval")
@@ -131,7 +127,7 @@ class Lab:
         low, high = between
         if guess is None:
             answer = "no guess yet: put a number for guess="
-        elif isinstance(guess, bool) or not isinstance(guess, int | float) or not math.isfinite(guess):
+        elif not _is_finite(guess):
             guess, answer = None, f"{guess!r} is not taken: a number is expected"
         elif not low <= guess <= high:
             guess, answer = None, f"{guess:g} is not taken: a number from {low:g} to {high:g} is expected"
@@ -168,108 +164,23 @@ class Lab:
             machines = {}
             _show({"text/plain": f"nothing to compare with: {error}"})
         _show(summary_bundle(self.id, self.records, machines, self.machine.family, guesses))
-        diary = Diary.of_reader()
+        diary = None if _published_run() else Diary.of_reader()
         if diary:
             diary.keep(self.id, {n: (g, self.records[n].value) for n, g in guesses.items() if g is not None})
             _show({"text/plain": diary.text})
 
 
-def said_text(said: Mapping[str, Any], records: Mapping[str, Record]) -> str:
-    """The sentence as an output shows it: marked as measured unless every number in it is exact."""
-    text = sentence(said, records)
-    exact = "text" in said and all(records[field].kind == "exact" for field in fields_of(said["text"]))
-    return text if exact else f"{text} <small>(measured)</small>"
-
-
-def summary_bundle(
-    lab: str,
-    records: Mapping[str, Record],
-    machines: Mapping[str, published.Published],
-    family: str,
-    guesses: Mapping[str, float | None],
-) -> dict[str, Any]:
-    """The output of `lab.summary()`: a table as text and as HTML. Its lines are marked as measured."""
-    columns = sorted(machines, key=lambda name: (name != family, name))
-    rows = []
-    for name, record in records.items():
-        row = [name, format_value(record.value, record.unit)]
-        for column in columns:
-            other = machines[column].records(lab).get(name)
-            row.append(format_value(other.value, other.unit) if other else "not published")
-        rows.append([*row, _error_of(guesses.get(name), record.value)])
-    header = ["record", "yours", *(f"published: {name}" for name in columns), "your guess"]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    return {
-        SUMMARY_MIME: {"lab": lab, "records": list(records)},
-        "text/plain": "\n".join(f"{line} (measured)" for line in lines),
-        "text/html": f"<!-- (measured) --><table><tr>{head}</tr>{cells}</table>",
-    }
-
-
-def _error_of(guess: float | None, value: float) -> str:
-    """How far a guess was: as a factor where both are positive, for a guess of half is as wrong as twice."""
-    if guess is None:
-        return "none"
-    if guess > 0 and value > 0:
-        return f"{guess:g}, off by {max(guess / value, value / guess):.2g}x"
-    return f"{guess:g}, off by {abs(guess - value):.2g}"
-
-
-class Diary:
-    """The reader's guesses over all labs, in a file of their own: no lab takes a number from it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def of_reader(cls) -> "Diary | None":
-        """None while `labs run` executes: a published output must not depend on who runs it."""
-        if _published_run():
-            return None
-        try:
-            return cls(Path.home() / ".labsupport" / "guesses.json")
-        except RuntimeError:  # a container's user without a home
-            return None
-
-    def keep(self, lab: str, guesses: Mapping[str, tuple[float, float]]) -> None:
-        """Remember guess and measured value of each question. A home that cannot be written is no reason to stop."""
-        kept = self.read()
-        kept[lab] = {**kept.get(lab, {}), **{name: list(pair) for name, pair in guesses.items()}}
-        try:
-            self.path.parent.mkdir(exist_ok=True)
-            self.path.write_text(json.dumps(kept, indent=1))
-        except OSError:
-            pass
-
-    def read(self) -> dict[str, dict[str, list[float]]]:
-        try:
-            found = json.loads(self.path.read_text())
-            return {
-                lab: {name: [float(guess), float(value)] for name, (guess, value) in guesses.items()}
-                for lab, guesses in found.items()
-            }
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
-
-    @property
-    def text(self) -> str:
-        """One bar a question, lab by lab: a longer bar was further off (a bar's step is a factor of 1.25)."""
-        lines = []
-        for lab, guesses in sorted(self.read().items()):
-            for name, (guess, value) in guesses.items():
-                steps = 20
-                if guess > 0 and value > 0:
-                    steps = min(20, round(abs(math.log(guess / value)) / math.log(1.25)))
-                lines.append(f"lab {lab}  {name:30} {'#' * steps or '='} {_error_of(guess, value)}")
-        return "\n".join(["Your guesses so far:", *lines]) if lines else "No guesses yet: lab.predict takes them."
-
-
 def _published_run() -> bool:
     """Whether `labs run` executes this: then a name taken twice is a mistake, not a cell run again."""
     return bool(os.environ.get("LABS_RUN"))
+
+
+def _is_finite(guess: Any) -> bool:
+    """Whether this is a number that a float can hold, of Python's or numpy's."""
+    try:
+        return isinstance(guess, Real) and not isinstance(guess, bool) and math.isfinite(guess)
+    except OverflowError:  # 10**400
+        return False
 
 
 def _listed(names: Any) -> str:

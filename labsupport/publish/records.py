@@ -167,6 +167,13 @@ def sentence(say: Mapping[str, Any], records: Mapping[str, Record]) -> str:
     return f"*Cannot tell*: {ratio.name} lies between {low:.3g} and {high:.3g}, on both sides of 1 or too close to it."
 
 
+def said_text(said: Mapping[str, Any], records: Mapping[str, Record]) -> str:
+    """The sentence as an output shows it: marked as measured unless every number in it is exact."""
+    text = sentence(said, records)
+    exact = "text" in said and all(records[field].kind == "exact" for field in fields_of(said["text"]))
+    return text if exact else f"{text} <small>(measured)</small>"
+
+
 def fields_of(template: str) -> set[str]:
     """The records a template names."""
     return set(re.findall(r"{(\w+)(?::[^{}]*)?}", template))

@@ -8,9 +8,9 @@ from typing import Any
 
 from labsupport.machine import Machine
 from labsupport.publish.catalogue import UsageError
-from labsupport.publish.lab import said_text, summary_bundle
 from labsupport.publish.published import Published
-from labsupport.publish.records import METADATA_KEY, SAY_MIME, SUMMARY_MIME, Record, records_in
+from labsupport.publish.records import METADATA_KEY, SAY_MIME, SUMMARY_MIME, Record, records_in, said_text
+from labsupport.publish.summary import summary_bundle
 
 # A line with this mark differs from run to run. tests/notebooks/sanitize.cfg gives `pytest --nbval` the same rule.
 SANITIZE = {r"(?m)^.*\(measured.*$": "(measured)"}

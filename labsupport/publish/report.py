@@ -9,10 +9,10 @@ OUTCOMES = {
     "present": "judged as a time or rate is: there, finite, in its unit",
     "broken": "judged against the published value, and no longer as published",
     "missing": "published, and not recorded by this run",
-    "stale": "its published value was made by other code than stands here now",
     "new": "recorded, and not published yet",
     "failed": "the lab, its run or its committed outputs cannot be judged",
     "beside": "shown beside the published value, not judged",
+    "stale": "its published value was made by other code than stands here now",
     "skipped": "not compared",
 }
 

@@ -89,7 +89,7 @@ def test_the_parent_is_the_run_before_unless_named(log):
 
 
 def test_what_is_read_back_is_what_was_added(log):
-    log.add("base", Recipe(), {"loss": math.inf}, machine={"family": "A"}, note="größer\n")
+    log.add("base", Recipe(), {"loss": 0.1}, machine={"family": "A"}, note="größer\n")
     log.add("next", {"deep": [{"a": (1, None, True)}]}, {"loss": 2})
     again = ExperimentLog(log.path)
     assert again.runs == log.runs
@@ -107,6 +107,10 @@ def test_what_is_read_back_is_what_was_added(log):
         (("x", {}, {}), TypeError, "result is {}"),
         (("x", {}, None), TypeError, "result is None"),
         (("", {}, 1.0), TypeError, "name is ''"),
+        (("x", {}, math.nan), ValueError, r"'value \[s\]' is nan: JSON has finite numbers only; .*note"),
+        (("x", {}, {"loss": -math.inf}), ValueError, "'loss' is -inf: JSON has finite numbers only"),
+        (("x", {"o": {"lr": [math.inf]}}, 1.0), ValueError, r"parameters\.o\.lr\[0\] is inf: JSON has finite"),
+        (("x", {"lr": math.nan}, 1.0), ValueError, r"parameters\.lr is nan: JSON has finite numbers only"),
         (("base", {}, 1.0), ValueError, "has a run 'base' already: choose another name"),
     ],
 )
@@ -214,6 +218,31 @@ def test_the_ladder_gives_gains_on_the_parent_and_on_the_first(log, higher, gain
     assert list(ladder["gain"][1:]) == gains
     assert list(ladder["gain_in_all"]) == in_all
     assert list(ladder["changed"]) == ["", "step: base -> amp", "step: amp -> compile"]
+
+
+@pytest.mark.parametrize(
+    "metric, higher",
+    [
+        ("samples_per_s", True),
+        ("bytes/s", True),
+        ("value [samples/s]", True),
+        ("value [s]", False),
+        ("step_s", False),
+        ("s_per_step", False),
+        ("loss", False),
+    ],
+)
+def test_the_ladder_takes_more_for_better_in_rates_alone(log, metric, higher):
+    log.add("base", {"a": 1}, {metric: 1.0})
+    log.add("next", {"a": 2}, {metric: 4.0})
+    assert log.ladder()["gain"][1] == (4 if higher else 0.25)
+    assert log.ladder(higher_is_better=not higher)["gain"][1] == (0.25 if higher else 4)
+
+
+def test_a_bare_rate_is_better_when_higher(log):
+    log.add("base", {"a": 1}, 1.0, unit="samples/s")
+    log.add("next", {"a": 2}, 4.0, unit="samples/s")
+    assert log.ladder()["gain"][1] == 4
 
 
 def test_the_ladder_flags_two_changes_and_unlike_machines(log):

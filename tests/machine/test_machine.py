@@ -444,6 +444,12 @@ def test_bf16_pays_by_the_clock(fp32_s, bf16_s, pays):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_bf16_is_not_timed_on_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="cannot time cuda: .* sees no GPU; use cpu"):
+        machine.bf16_pays("cuda")
+
+
 # ---- vendors' peaks ----
 
 

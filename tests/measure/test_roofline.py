@@ -145,6 +145,18 @@ def test_an_unknown_device_is_refused():
         measure_ceilings("meta")
 
 
+@pytest.mark.parametrize("min_time_s", [0, -0.1])
+def test_a_time_that_is_not_above_0_is_refused(min_time_s):
+    with pytest.raises(ValueError, match=f"min_time_s={min_time_s}: a time above 0 is expected"):
+        measure_ceilings("cpu", min_time_s=min_time_s)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no ceilings for cuda: .* sees no GPU; use cpu"):
+        measure_ceilings("cuda")
+
+
 # A process's peak only ever grows, so it is read in a fresh one: as VmHWM, because ru_maxrss outlives exec.
 PEAK = """
 import re, sys

@@ -35,6 +35,15 @@ def test_too_few_samples_give_no_interval(n, confidence):
         median_interval([1.0] * n, confidence)
 
 
+@pytest.mark.parametrize("place", [0, 3, 8])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf], ids=str)
+def test_samples_that_are_not_finite_give_no_interval(odd, place):
+    samples = [1.0] * 9
+    samples[place] = odd
+    with pytest.raises(ValueError, match="finite samples are expected"):
+        median_interval(samples)
+
+
 @settings(deadline=None)
 @given(st.lists(SECONDS, min_size=LEAST_SAMPLES, max_size=40), st.randoms())
 def test_the_interval_holds_the_median_and_is_blind_to_order(samples, random):
@@ -110,9 +119,14 @@ def test_at_least_six_positive_ratios_are_expected(ratios):
         PairedRatio(ratios)
 
 
-def test_every_round_has_both_sides():
-    with pytest.raises(ValueError):
-        PairedRatio.of([1.0] * 7, [1.0] * 6)
+@pytest.mark.parametrize(
+    "a_s, b_s",
+    [([1.0] * 7, [1.0] * 6), ([1.0] * 6, []), ([1.0] * 5 + [-1.0], [1.0] * 6), ([-1.0] * 6, [-1.0] * 6)],
+    ids=["unequal", "one side only", "negative", "both negative"],
+)
+def test_every_round_has_seconds_of_both_sides(a_s, b_s):
+    with pytest.raises(ValueError, match="each round has seconds of A and of B: got"):
+        PairedRatio.of(a_s, b_s)
 
 
 @pytest.mark.parametrize("b_s", [0.0, 5e-324])

@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from labsupport.publish.catalogue import Book
+from labsupport.publish.published import load_all
 from labsupport.publish.records import SAY_MIME, Record, records_in, sentence
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
@@ -16,7 +18,10 @@ UNITS = (
 # A number with a unit. Quoted claims stand in block quotes; parameters are named in backquotes.
 MEASURED = re.compile(rf"(?<![\w.`])\d[\d.,]*\s?{UNITS}(?![\w`])")
 
-pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
 
 
 def cells_of(path: Path, kind: str) -> list[nbformat.NotebookNode]:
@@ -85,6 +90,21 @@ def test_says_the_opposite_when_every_ratio_is_inverted(path):
     assert outcomes
     for say in outcomes:
         assert branch(say, inverted) in (OPPOSITE[branch(say, records)], "cannot tell"), say["about"]
+
+
+def test_the_numbers_of_lab_00_tell_one_story():
+    """Of the committed outputs, and of every machine's published values."""
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("00_")]
+    committed = [record for cell in cells_of(path, "code") for record in records_in(cell.outputs)]
+    stories = [{record.name: record.value for record in committed}]
+    published = [machine.labs["00"] for machine in load_all().values() if "00" in machine.labs]
+    stories += [{name: entry.record.value for name, entry in entries.items()} for entries in published]
+    for of in stories:
+        assert of["fed_speedup"] == pytest.approx(of["fed_samples_per_s"] / of["starved_samples_per_s"], rel=0.1)
+        waiting = of["wait_over_compute"] / (1 + of["wait_over_compute"])
+        assert of["idle_share"] == pytest.approx(waiting, abs=0.05)
+        price = Book("00", path).parameters["price_per_hour"]
+        assert of["idle_cost"] == pytest.approx(of["idle_share"] * price, rel=1e-5)  # six digits are kept
 
 
 OPPOSITE = {"above": "below", "below": "above", "same": "cannot tell", "cannot tell": "cannot tell"}

@@ -140,6 +140,10 @@ class Checkout:
         paths = (path for path in sorted(self.root.rglob("*")) if path.is_file() and self.build not in path.parents)
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
 
+    def set_band(self, low: float, high: float) -> None:
+        """The published band of `LAB`'s ratio. Writing it spares the six runs of `labs publish --rebase 6`."""
+        self.edit(self.values, lambda found: found["labs"]["00"]["speedup"].update(band=[low, high]))
+
     def edit(self, path: Path, change: Callable[[Any], None]) -> None:
         """Change a JSON file's content in place, and leave the rest as its writer lays it out."""
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -188,6 +192,7 @@ def _published(_ran: Checkout, new_checkout: Callable[[], Checkout]) -> Checkout
     found = copied(_ran, new_checkout())
     result = found.labs("publish")
     assert result.code == 0, result.text
+    found.set_band(1, 4)  # the ratio is 2 to 3, whenever it runs
     return found
 
 

@@ -127,7 +127,7 @@ def test_an_annotated_parameter_is_one(checkout):
 def test_the_checkout_is_found_from_another_folder(published, place):
     result = published.labs("check", cwd=published.root / place)
     assert result.code == 0, result.text
-    assert "4 held" in result.text
+    assert "5 judged (4 held, 1 present, " in result.text
 
 
 def test_publish_refuses_a_checkout_that_is_not_the_packages_own(ran, new_checkout):
@@ -262,7 +262,7 @@ def test_interrupted_it_names_a_lab_that_overtook_another(checkout):
 
 @pytest.mark.slow
 def test_check_ended_while_it_measures_once_more_leaves_nothing_running(published):
-    _set_band(published, [100, 200])
+    published.set_band(100, 200)
     process = published.start("check")
     wait_until(lambda: any("ipykernel" in command for command in commands_of(published.processes())))
     process.send_signal(signal.SIGTERM)
@@ -473,13 +473,9 @@ def _move_to_gpu(published):
     published.values.rename(published.values.with_name(f"{family.replace('cpu', 'gpu')}.json"))
 
 
-def _set_band(published, band):
-    published.edit(published.values, lambda found: found["labs"]["00"]["speedup"].update(band=band))
-
-
 @pytest.mark.slow
 def test_a_ratio_is_broken_when_it_is_out_of_its_band_twice(published):
-    _set_band(published, [100, 200])
+    published.set_band(100, 200)
     result = published.labs("check")
     assert result.code == 1
     assert "measuring it once more" in result.text
@@ -488,11 +484,28 @@ def test_a_ratio_is_broken_when_it_is_out_of_its_band_twice(published):
 
 
 def test_a_ratio_inside_its_band_holds(published):
-    _set_band(published, [1, 4])
     result = published.labs("check")
     assert result.code == 0
     assert "once more" not in result.text
     assert "00/speedup" in rows(result.text, "held")
+
+
+def test_a_ratio_without_a_band_fails_the_check(published):
+    published.edit(published.values, lambda found: found["labs"]["00"]["speedup"].pop("band"))
+    result = published.labs("check")
+    assert result.code == 1
+    assert rows(result.text, "new") == ["00/speedup"]
+    assert "no band yet: labs publish --rebase 6" in result.text
+
+
+def test_a_ratio_outside_its_band_is_not_published(published):
+    published.set_band(100, 200)
+    before = published.files()
+    result = published.labs("publish")
+    assert result.code == 2
+    assert "lab 00: outside its band: speedup (was speedup = 2" in result.text
+    assert "--rebase 6" in result.text
+    assert published.files() == before
 
 
 # --- runs that cannot be judged or published
@@ -569,7 +582,7 @@ def test_a_run_with_other_parameters_is_neither_compared_nor_published(published
     assert published.labs("run", "-p", "steps=3").code == 0
     check, publish = published.labs("check"), published.labs("publish")
     assert check.code == 1
-    assert "run with steps=3: never compared" in check.text
+    assert "the last run was with steps=3, and only the defaults are compared: labs run 00" in check.text
     assert "0 judged" in check.text
     assert publish.code == 2
     assert "ran with {'steps': 3}: only a run with its defaults is published" in publish.text

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from labsupport import machine
 from labsupport.measure import PairedRatio
 from labsupport.publish import published
-from labsupport.publish.lab import Diary, Lab, said_text, summary_bundle
+from labsupport.publish.lab import Lab
 from labsupport.publish.published import Entry, Published
-from labsupport.publish.records import Record
+from labsupport.publish.records import Record, said_text
+from labsupport.publish.summary import Diary, summary_bundle
 
 BRANCHES = {"above": "Faster: {speedup}.", "below": "Slower.", "same": "No difference."}
 GOOD = {"00": {"a": [1.0, 2.0]}}
@@ -102,11 +103,19 @@ def test_a_function_is_called_for_its_value(lab, value):
     assert lab.records["a"].value == 2.0
 
 
-def test_a_name_is_taken_once(lab):
+def test_a_name_is_taken_once_in_a_published_run(lab, monkeypatch):
+    monkeypatch.setenv("LABS_RUN", "1")
     lab.record("a", 1.0)
     with pytest.raises(ValueError, match="'a' is on record already .*a = 1 .*choose another name"):
         lab.record("a", 2.0)
     assert lab.records["a"].value == 1.0
+
+
+def test_a_reader_may_run_a_cell_again(lab, shown):
+    lab.record("a", 1, kind="exact")
+    lab.record("a", 2, kind="exact")
+    assert lab.records["a"].value == 2
+    assert shown() == "a = 1 (exact)\na = 2 (exact)\n"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,8 @@ def test_a_guess_is_taken_or_said_to_be_missing(lab, shown, guess, answer):
     assert shown().startswith(f"How many?\n  {answer}")
 
 
-def test_one_predicts_before_one_measures(lab):
+def test_one_predicts_before_one_measures_in_a_published_run(lab, monkeypatch):
+    monkeypatch.setenv("LABS_RUN", "1")
     lab.record("a", 1.0)
     with pytest.raises(ValueError, match="'a' is measured already .*predict before you measure"):
         lab.predict("a", 1.0)
@@ -223,16 +233,25 @@ def test_a_guess_may_be_changed_until_then(lab):
     assert lab.guesses == {"a": 2.0}
 
 
-@pytest.mark.parametrize("guess", ["3", True, [3], 3j], ids=repr)
-def test_a_guess_is_a_number(lab, guess):
-    with pytest.raises(TypeError, match="a number is expected, or None"):
-        lab.predict("a", guess)
-    assert lab.guesses == {}
+def test_a_reader_may_predict_again_after_measuring(lab):
+    lab.record("a", 1.0)
+    lab.predict("a", 2.0)
+    assert lab.guesses == {"a": 2.0}
 
 
-def test_a_guess_is_finite(lab):
-    with pytest.raises(ValueError, match="finite"):
-        lab.predict("a", float("inf"))
+@pytest.mark.parametrize("guess", ["3", True, [3], 3j, float("inf"), float("-inf"), float("nan")], ids=repr)
+def test_a_guess_that_is_no_finite_number_is_told_and_not_taken(lab, shown, guess):
+    lab.predict("a", guess)
+    assert shown() == f"a\n  {guess!r} is not taken: a number is expected\n"
+    assert lab.guesses == {"a": None}
+
+
+@pytest.mark.parametrize("guess, taken", [(0, True), (0.5, True), (1, True), (-0.01, False), (90, False)])
+def test_a_guess_lies_between_the_bounds_that_make_sense(lab, shown, guess, taken):
+    lab.predict("a", guess, between=(0, 1))
+    told = f"your guess is {guess:g}" if taken else f"{guess:g} is not taken: a number from 0 to 1 is expected"
+    assert shown() == f"a\n  {told}\n"
+    assert lab.guesses == {"a": guess if taken else None}
 
 
 @pytest.mark.parametrize(
@@ -298,9 +317,10 @@ def test_a_corrupt_published_file_does_not_stop_a_learner(lab, home, shown):
 def test_guesses_are_kept_in_the_readers_home(lab, home, shown):
     lab.predict("a", 4)
     lab.predict("b")
+    lab.predict("c", "4")
     lab.predict("never_measured", 1)
-    lab.record("a", 1.0)
-    lab.record("b", 1.0)
+    for name in "abc":
+        lab.record(name, 1.0)
     lab.summary()
     assert diary_of(home).read() == {"00": {"a": [4, 1.0]}}
     assert "lab 00  a " in shown()

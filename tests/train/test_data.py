@@ -1,3 +1,4 @@
+import math
 import multiprocessing
 
 import pytest
@@ -41,10 +42,21 @@ def test_workers_give_the_same_batches_however_they_start(start):
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(alone, workers, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"side": 4}, {"side": 4000}, {"latency_s": -1}, {"distinct": 0}])
-def test_refuses_what_makes_no_sense(wrong):
-    with pytest.raises(ValueError, match="expected"):
-        StoredImages(**{"count": 4} | wrong)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("count", 0),
+        ("distinct", 0),
+        ("distinct", 10**6),
+        ("latency_s", -1),
+        ("latency_s", math.nan),
+        ("side", 4),
+        ("side", 4000),
+    ],
+)
+def test_refuses_what_makes_no_sense_and_names_that_alone(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value}: \d+ to \d+ is expected$"):
+        StoredImages(**{"count": 4, name: value})
 
 
 def test_index_beyond_the_end():
