@@ -15,7 +15,7 @@ from labsupport.publish.records import (
     fields_of,
     said_text,
 )
-from labsupport.publish.summary import Diary, summary_bundle
+from labsupport.publish.summary import NO_GUESSES, Diary, summary_bundle
 
 # What a result object tells of its value, beside `.value` and `.unit`.
 MEASURED = ("n", "spread", "interval")
@@ -167,7 +167,7 @@ class Lab:
         diary = None if _published_run() else Diary.of_reader()
         if diary:
             diary.keep(self.id, {n: (g, self.records[n].value) for n, g in guesses.items() if g is not None})
-            _show({"text/plain": diary.text})
+        _show({"text/plain": diary.text if diary else NO_GUESSES})
 
 
 def _published_run() -> bool:

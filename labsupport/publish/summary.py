@@ -12,6 +12,8 @@ from labsupport.publish.claims import Verdict, decide, load_claims
 from labsupport.publish.records import SUMMARY_MIME, Record
 from labsupport.units import format_value
 
+NO_GUESSES = "No guesses yet: lab.predict takes them."
+
 
 def summary_bundle(
     lab: str,
@@ -106,4 +108,4 @@ class Diary:
                 if guess > 0 and value > 0:
                     steps = min(20, round(abs(math.log(guess / value)) / math.log(1.25)))
                 lines.append(f"lab {lab}  {name:30} {'#' * steps or '='} {_error_of(guess, value)}")
-        return "\n".join(["Your guesses so far:", *lines]) if lines else "No guesses yet: lab.predict takes them."
+        return "\n".join(["Your guesses so far:", *lines]) if lines else NO_GUESSES
