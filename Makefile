@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml
 		echo "Installing $(PIN) from PyTorch's CPU index"; \
 		$(BIN)/python -m pip install --retries 1 --timeout 15 --index-url $(CPU_INDEX) $(PIN) \
 		|| echo "PyTorch's CPU index cannot be reached: taking the default wheels instead"; fi
-	@echo "Installing the pinned set (with PyTorch's default wheels about 5 GB; a minute or several)"
+	@echo "Installing the pinned set (with PyTorch's default wheels about 6 GB; a minute or several)"
 	$(BIN)/python -m pip install --editable ".[run,test,pinned]"
 	@rm -f $(VENV)/installed-* && touch $@
 
