@@ -95,7 +95,8 @@ class Cell:
         nodes = list(ast.walk(tree))
         self.tree = tree
         self.dump = dump(tree)
-        self.loads, self.binds = _global_names(symtable.symtable(ast.unparse(tree), "cell", "exec"))
+        scopes = ast.unparse(_OwnScopes().visit(ast.parse(ast.unparse(tree))))
+        self.loads, self.binds = _global_names(symtable.symtable(scopes, "cell", "exec"))
         # `losses.append(x)` as a statement of its own, `a[0] = x` and `fit(model)` change what the name holds.
         changes = {_root_name(call.func) for call in map(_bare_method_call, nodes) if call}
         changes |= {_root_name(n) for n in nodes if isinstance(n, ast.Attribute | ast.Subscript) and _is_store(n)}
@@ -123,6 +124,20 @@ _HARMLESS = {"lab", *dir(builtins)}
 
 def _is_store(node: ast.Attribute | ast.Subscript) -> bool:
     return not isinstance(node.ctx, ast.Load)
+
+
+class _OwnScopes(ast.NodeTransformer):
+    """Comprehensions as generators: since Python 3.12 symtable gives only those a scope of their own."""
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
 
 
 def _global_names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
