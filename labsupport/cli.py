@@ -14,7 +14,7 @@ from labsupport.publish.catalogue import Book, UsageError, all_books, find_root,
 from labsupport.publish.processes import busy_neighbour
 from labsupport.publish.published import PublishedError
 from labsupport.publish.report import OUTCOMES
-from labsupport.publish.run import Run, executed_copy, run_labs
+from labsupport.publish.run import Run, executed_copy, result_file, run_labs
 from labsupport.units import format_bytes, format_seconds
 
 EPILOG = """\b
@@ -193,7 +193,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
 
     def again(book: Book) -> Run:
         click.echo(f"{book.id}  a ratio is out of its band: measuring it once more")
-        profile = Run.load_of(book, build).profile
+        profile = Run.load(result_file(book, build)).profile
         return next(run for _, run in run_labs([book], build / "again", profile=profile, timeout_s=timeout_s))
 
     report = check(select(root, labs), build, published.load_all(), again=again)

@@ -53,10 +53,6 @@ class Run:
     def torch_minor(self) -> str:
         return ".".join(str(self.machine.get("torch", "")).split(".")[:2])
 
-    @classmethod
-    def load_of(cls, book: Book, build: Path) -> "Run":
-        return cls.load(result_file(book, build))
-
     def to_json(self) -> str:
         found = asdict(self) | {"records": {name: record.to_dict() for name, record in self.records.items()}}
         return json.dumps(found, indent=1) + "\n"

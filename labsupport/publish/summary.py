@@ -39,7 +39,7 @@ def summary_bundle(
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    claims = [f"{verdict.claim.claim}: {verdict.status}" for verdict in _verdicts(lab, records)]
+    claims = [f'claim "{verdict.claim.claim}": {verdict.status}' for verdict in _verdicts(lab, records)]
     items = "".join(f"<li>{escape(line)}</li>" for line in claims)
     return {
         SUMMARY_MIME: {"lab": lab, "records": list(records)},

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from samples import CPU
 
 from labsupport import limits, machine
 
@@ -317,26 +318,6 @@ def test_device_is_the_short_form(monkeypatch):
 
 # ---- the fingerprint ----
 
-CPU = machine.Machine(
-    device="cpu",
-    profile="cpu",
-    compute_capability=None,
-    device_memory_bytes=None,
-    driver=None,
-    cuda=None,
-    cudnn=None,
-    torch="2.14.1+cpu",
-    python="3.11.7",
-    os="Linux 6.1 x86_64",
-    cpu_model="AMD EPYC 9V74",
-    isa="avx512_bf16",
-    isa_flags=("avx2", "avx512f"),
-    cores=2.0,
-    threads=2,
-    memory_bytes=4 * GIB,
-    tf32="ieee",
-    cudnn_benchmark=False,
-)
 H200 = replace(
     CPU,
     device="NVIDIA H200",

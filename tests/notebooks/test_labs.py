@@ -109,7 +109,13 @@ def test_the_numbers_of_lab_00_tell_one_story():
         assert of["fed_speedup"] == pytest.approx(of["fed_samples_per_s"] / of["starved_samples_per_s"], rel=0.1)
         waiting = of["wait_over_compute"] / (1 + of["wait_over_compute"])
         assert of["idle_share"] == pytest.approx(waiting, abs=0.05)
-        price = Book("00", path).parameters["price_per_hour"]
+        # The emulated store is a ceiling that no loop can pass: one image a latency, and a worker each.
+        given = Book("00", path).parameters
+        one_store = 1000 / given["latency_ms"]
+        assert of["starved_samples_per_s"] < one_store
+        assert of["fed_samples_per_s"] < one_store * given["workers"]
+        assert of["batch_bytes"] == 16 * (3 * 64 * 64 * 4 + 8)  # fp32 pictures and int64 labels
+        price = given["price_per_hour"]
         assert of["idle_cost"] == pytest.approx(of["idle_share"] * price, rel=1e-5)  # six digits are kept
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from samples import CPU
 
-from labsupport.machine import Machine
 from labsupport.publish import replay
 from labsupport.publish.catalogue import Book, UsageError
 from labsupport.publish.check import Report, Row, check
@@ -16,26 +16,7 @@ from labsupport.publish.published import Entry, Published
 from labsupport.publish.records import METADATA_KEY, Record, absent_bundle
 from labsupport.publish.run import Run, executed_copy, result_file
 
-OWN = Machine(
-    device="cpu",
-    profile="cpu",
-    compute_capability=None,
-    device_memory_bytes=None,
-    driver=None,
-    cuda=None,
-    cudnn=None,
-    torch="2.14.1",
-    python="3.11.7",
-    os="Linux 6",
-    cpu_model="A CPU",
-    isa="avx2",
-    isa_flags=("avx2",),
-    cores=2,
-    threads=2,
-    memory_bytes=2**34,
-    tf32="ieee",
-    cudnn_benchmark=False,
-)
+OWN = replace(CPU, torch="2.14.1", isa="avx2", isa_flags=("avx2",))
 SIBLING = replace(OWN, isa="avx512")  # another family of the same profile and torch minor version
 OLDER = replace(OWN, torch="2.13.0")
 GPU = replace(OWN, device="H200", profile="cuda")
