@@ -1,70 +1,181 @@
-"""Timings that say how sure they are: ratios from interleaved rounds, with an interval that assumes no distribution."""
+"""`measure` a step, `compare` two: warmed up, waited for, in turns, and everything put back afterwards."""
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-# Below six samples not even smallest-to-largest covers the median 95 % of the time: 1 - 2 * 0.5**5 is 0.9375.
-LEAST_SAMPLES = 6
+import numpy as np
+
+from labsupport.machine import Machine
+from labsupport.measure.comparison import Comparison, judge, total_interval_of
+from labsupport.measure.measurement import Measurement
+from labsupport.measure.state import KeptState, found_in, share_state
+from labsupport.measure.statistics import LEAST_SAMPLES, paired_interval
+from labsupport.measure.stopwatch import (
+    Clock,
+    OtherProcesses,
+    Step,
+    Stopwatch,
+    check_positive,
+    name_of,
+    run_until_steady,
+)
+
+# The shortest turns are the best: what disturbs a machine comes in bursts of about ten milliseconds, and only a
+# disturbance that both steps of a round see leaves their ratio alone (benchmarks/README.md has the noise by length of turn).
+TURN_S = 0.002
+# Steps shorter than this are run once, untimed, after each switch. The other step left the caches and the allocator
+# in its own state: without the untimed step, identical steps came out up to 5 % apart, each time with great certainty.
+SETTLE_BELOW_S = 0.1
+# On CUDA a turn begins with an empty queue; only a longer one shows the host running ahead, as it does in training.
+CUDA_TURN_S = 0.05
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that covers the samples' true median with at least this confidence, whatever their distribution.
+def measure(
+    step: Step,
+    *,
+    label: str | None = None,
+    min_time_s: float = 1.0,
+    synchronize: Callable[[], Any] | None = None,
+    state: Iterable[Any] | None = None,
+    clock: Clock = time.perf_counter,
+) -> Measurement:
+    """Run a step until it is steady and `min_time_s` seconds of steady steps are timed, at least six of them.
 
-    Each sample is above the median with probability 1/2, so the order statistics k and n+1-k enclose it except
-    with twice the binomial tail below k (the sign test, inverted). Raises ValueError when there are too few.
+    A step that uses CUDA is timed by events, and by the wall clock around groups of steps; `synchronize` waits for
+    any other device that works while the host goes on (for MPS and XPU PyTorch's own is used). The modules
+    and optimizers that the step names (or `state`, anything with a `state_dict`) are put back afterwards, after an
+    error too: measuring trains nothing. Raises ValueError for a step too short to time.
     """
-    if not all(math.isfinite(sample) for sample in samples):
-        raise ValueError(f"finite samples are expected, got {list(samples)}")
-    n, ordered = len(samples), sorted(samples)
-    tails = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
-    possible = [k for k, tail in enumerate(tails, start=1) if tail <= 1 - confidence]
-    if not possible:
-        raise ValueError(f"{n} samples give no {confidence:.0%} interval of the median; 95 % needs at least 6")
-    return ordered[possible[-1] - 1], ordered[n - possible[-1]]
+    check_positive(min_time_s=min_time_s)
+    kept = KeptState(found_in(step) if state is None else state)
+    try:
+        watch = Stopwatch(synchronize, clock)
+        others = OtherProcesses()
+        samples, wall, warmup = run_until_steady(watch, step, min_time_s)
+        busy = others.cores()
+    finally:
+        kept.put_back()
+    return Measurement(
+        label=label or name_of(step),
+        samples_s=tuple(samples[warmup.dropped :]),
+        dropped_s=tuple(samples[: warmup.dropped]),
+        wall_s=tuple(wall),
+        warmup=warmup,
+        others_cores=busy,
+        machine=watch.machine(),
+    )
 
 
-@dataclass(frozen=True)
-class PairedRatio:
-    """The time of A over the time of B, from rounds that measured both, one right after the other.
+class _Side:
+    """One of the two steps: warmed up, and timed in turns from the state in which its warm-up ended."""
 
-    What disturbs the machine for longer than a round disturbs both sides, and leaves the round's ratio alone.
+    def __init__(self, watch: Stopwatch, step: Step, shared: list[Any], warm_s: float) -> None:
+        self.watch, self.step = watch, step
+        self.warm_samples, _, self.warmup = run_until_steady(watch, step, warm_s)
+        self.samples_s: list[float] = []
+        self.wall_s: list[float] = []
+        self._kept = KeptState(shared) if shared else None
+        start = watch.clock()
+        self._put_back()
+        turn_s = max(CUDA_TURN_S if watch.uses_events else TURN_S, watch.clock() - start)
+        typical = float(np.median(self.warm_samples[self.warmup.dropped :]))
+        self._settle = typical < SETTLE_BELOW_S
+        self._count = max(1, math.ceil(turn_s / typical))
+
+    def _put_back(self) -> None:
+        if self._kept:
+            self._kept.put_back()
+
+    def turn(self) -> None:
+        self._put_back()
+        if self._settle:
+            self.watch.turn(self.step, 1)
+        samples, wall = self.watch.turn(self.step, self._count)
+        self.samples_s += samples
+        self.wall_s.append(wall)
+
+    def measurement(self, label: str, others_cores: float, machine: Machine) -> Measurement:
+        return Measurement(
+            label=label,
+            samples_s=tuple(self.samples_s),
+            dropped_s=tuple(self.warm_samples),
+            wall_s=tuple(self.wall_s) if self.watch.uses_events else (),
+            warmup=replace(self.warmup, dropped=len(self.warm_samples)),
+            others_cores=others_cores,
+            machine=machine,
+        )
+
+
+def compare(
+    a: Step,
+    b: Step,
+    *,
+    names: tuple[str, str] = ("A", "B"),
+    margin: float = 0.01,
+    min_time_s: float = 1.0,
+    max_time_s: float = 10.0,
+    synchronize: Callable[[], Any] | None = None,
+    state: Iterable[Any] | None = None,
+    clock: Clock = time.perf_counter,
+) -> Comparison:
+    """Time two steps in turns until the verdict is clear, for at most about `max_time_s` seconds (six rounds at least).
+
+    Each step is warmed up until it is steady. Rounds follow: A and B, then B and A, each a turn of some
+    milliseconds. `state`, by default the modules and optimizers that the steps name, is put back between the turns
+    if the steps share any of it (each goes on from where its own warm-up ended), and in any case at the end, after
+    an error too. A difference within `margin` counts as none. Raises ValueError for a step too short to time.
     """
+    check_positive(margin=margin, min_time_s=min_time_s, max_time_s=max_time_s)
+    if margin >= 1 or len(set(names)) != 2 or max_time_s < min_time_s:
+        raise ValueError(
+            "a margin below 1, two different names and max_time_s of at least min_time_s are expected: "
+            f"got margin={margin}, names={names}, min_time_s={min_time_s}, max_time_s={max_time_s}"
+        )
+    of_a, of_b = (found_in(a), found_in(b)) if state is None else (list(state),) * 2
+    things = [*of_a, *of_b]
+    watch, others, began = Stopwatch(synchronize, clock), OtherProcesses(), clock()
+    before = KeptState(things)
+    sides: list[_Side] = []
+    try:
+        for step in (a, b):
+            before.put_back()
+            # Steps that share nothing cannot disturb each other, and putting back costs more noise than it saves.
+            sides.append(_Side(watch, step, things if share_state(of_a, of_b) else [], warm_s=min_time_s / 4))
+        seconds = _run_rounds(sides, margin, began, min_time_s, max_time_s)
+    finally:
+        before.put_back()
+    busy, machine = others.cores(), watch.machine()
+    measured = [side.measurement(name, busy, machine) for side, name in zip(sides, names, strict=True)]
+    return Comparison(measured[0], measured[1], _rounds(sides), margin, seconds)
 
-    ratios: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.ratios) < LEAST_SAMPLES or not all(0 < ratio < math.inf for ratio in self.ratios):
-            raise ValueError(f"at least {LEAST_SAMPLES} rounds with positive ratios are expected, got {self.ratios}")
+def _rounds(sides: Sequence[_Side]) -> tuple[tuple[float, float], ...]:
+    return tuple(zip(sides[0].wall_s, sides[1].wall_s, strict=True))
 
-    @classmethod
-    def of(cls, a_s: Sequence[float], b_s: Sequence[float]) -> "PairedRatio":
-        """From the seconds of A and of B in each round. Raises ValueError for unequal numbers of rounds, or none."""
-        if len(a_s) != len(b_s) or min([*a_s, *b_s], default=0) < 0:
-            raise ValueError(f"each round has seconds of A and of B: got {list(a_s)} and {list(b_s)}")
-        return cls(tuple(a / b if b else math.inf for a, b in zip(a_s, b_s, strict=True)))
 
-    @property
-    def value(self) -> float:
-        """The median of the rounds' ratios."""
-        return statistics.median(self.ratios)
+def _run_rounds(sides: list[_Side], margin: float, began: float, min_time_s: float, max_time_s: float) -> float:
+    """Rounds until the verdict is clear or time is up; the seconds since `began`.
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """A 95 % interval of that median."""
-        return median_interval(self.ratios)
-
-    @property
-    def n(self) -> int:
-        return len(self.ratios)
-
-    @property
-    def spread(self) -> float:
-        """Interquartile range over the median."""
-        low, _, high = statistics.quantiles(self.ratios, n=4)
-        return (high - low) / self.value
-
-    @property
-    def unit(self) -> str:
-        return "x"
+    It looks for a verdict only when the time since the first round has grown by a third: every look is a chance to
+    be wrong.
+    """
+    clock = sides[0].watch.clock
+    first, look_after_s = clock(), min_time_s
+    while True:
+        order = sides if len(sides[0].wall_s) % 2 == 0 else sides[::-1]
+        for side in order:
+            side.turn()
+        now = clock()
+        if len(sides[0].wall_s) < LEAST_SAMPLES:
+            continue
+        if now - began >= max_time_s:
+            return now - began
+        if now - first >= look_after_s:
+            look_after_s = (now - first) * 4 / 3
+            rounds = _rounds(sides)
+            interval = paired_interval([a / b for a, b in rounds])
+            if judge(interval, total_interval_of(rounds), margin) != "cannot tell":
+                return now - began

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labsupport.measure import PairedRatio, median_interval
-from labsupport.measure.timing import LEAST_SAMPLES
+from labsupport.measure.statistics import LEAST_SAMPLES
 
 SECONDS = st.floats(1e-6, 1e3)
 
