@@ -135,7 +135,8 @@ class ExperimentLog:
         return f"<!-- (measured) -->{table}"  # the mark of an output that differs from run to run
 
     def __repr__(self) -> str:
-        return f"ExperimentLog({str(self.path)!r}: {_listed(self._runs)})"
+        # The name alone: a notebook that is published should not tell where somebody keeps their files.
+        return f"ExperimentLog({self.path.name!r}: {_listed(self._runs)})"
 
     def _read(self) -> tuple[dict[str, Run], bytes]:
         """The runs by name, and the bytes of the file that hold them: all but a last line that was cut."""

@@ -11,7 +11,14 @@ from nbformat.v4 import new_code_cell
 
 NOTEBOOKS = {path.stem[:2]: path for path in (Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb")}
 # Lab -> exercise -> an answer that a learner might well give, and that is wrong.
-WRONG = {"00": {"monthly_cost": "720 * price_per_hour", "enough_workers": "workers + 10_000"}}
+WRONG = {
+    "00": {"monthly_cost": "720 * price_per_hour", "enough_workers": "workers + 10_000"},
+    "01": {
+        "true_rate": "reported * 50 / 51",  # the bias undone in the wrong direction
+        "epoch_rate": "128 / 0.1",  # the rate of a full batch
+        "layer_mfu": "2 * 1024**3 / 1e-3 / 100e12",  # the forward pass alone
+    },
+}
 
 
 def solutions_in(notebook: nbformat.NotebookNode) -> dict[str, str]:

@@ -20,10 +20,33 @@ from labsupport.publish.claims import (
 from labsupport.publish.predicates import parse_predicate
 from labsupport.publish.records import Record
 
+BUSY = dict(busy_product=1, busy_addition=1, busy_tiny=0.9, mfu_product=1, mfu_addition=0.03, mfu_tiny=0.01)
+BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
     "cpu-ram": [{"00/host_copy_bandwidth": 50e9}, {"00/host_copy_bandwidth": 100.1e9}],
     "cores-hundreds": [{"00/gpu_over_cpu_matmul": 100}, {"00/gpu_over_cpu_matmul": 99.9}],
+    "sync-needed": [{"01/cuda_seen_share": 0.01}, {"01/cuda_seen_share": 0.9}],
+    "util-not-efficiency": [
+        {f"01/{name}": value for name, value in BUSY.items()},
+        {f"01/{name}": value for name, value in (BUSY | {"mfu_addition": 0.2}).items()},
+    ],
+    "benchmark-loop": [
+        {"01/steps_run": 10, "01/steps_credited": 10, "01/steps_run_on_short_loader": 10, "01/startup_bias": 1},
+        {"01/steps_run": 11, "01/steps_credited": 10, "01/steps_run_on_short_loader": 10, "01/startup_bias": 1},
+    ],
+    "throughput-north-star": [
+        {"01/rate_gain": 4, "01/target_gain": 4, "01/gain_kept": 1},
+        {"01/rate_gain": 4, "01/target_gain": 1, "01/gain_kept": 0.25},
+    ],
+    "one-change": [
+        {"01/groups_gain": 4, "01/both_gain": 2, "01/runs_flagged": 1},
+        {"01/groups_gain": 4, "01/both_gain": 4, "01/runs_flagged": 1},
+    ],
+    "low-util-fine": [
+        {**BURSTY, "01/steady_samples_per_s": 99},
+        {**BURSTY, "01/steady_samples_per_s": 101},
+    ],
 }
 CLAIMS = {claim.id: claim for claim in load_claims()}
 DECIDED = {id_: claim for id_, claim in CLAIMS.items() if claim.holds}
