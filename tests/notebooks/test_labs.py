@@ -129,10 +129,8 @@ def test_the_numbers_of_lab_01_tell_one_story():
     for of in stories_of("01"):
         # The tutorial's loop counts one step too few, and all it was asked for on a short loader.
         assert (of["steps_run"], of["steps_credited"], of["steps_run_on_short_loader"]) == (11, 10, 6)
-        assert (
-            of["seen_share"] == pytest.approx(of["naive_s"] / of["synchronized_s"], rel=1e-4) and of["seen_share"] < 0.1
-        )
-        assert of["launch_share_naive"] < 0.1 and of["launch_share_waited"] > 0.9
+        assert of["seen_share"] == pytest.approx(of["naive_s"] / of["synchronized_s"], rel=1e-4)
+        assert of["seen_share"] < 0.1 and of["launch_share_naive"] < 0.1 and of["launch_share_waited"] > 0.9
         assert of["startup_bias"] > 1 and of["naive_arms"] > 10 * of["true_arms"]
         assert abs(of["aa_ratio"] - 1) < 0.01 and of["planted_ratio"] == pytest.approx(1.03, abs=0.015)
         assert of["stalls_total"] > of["stalls_median"] and of["stalling_p99_s"] > 1.5 * of["step_s"]

@@ -20,7 +20,8 @@ from labsupport.publish.claims import (
 from labsupport.publish.predicates import parse_predicate
 from labsupport.publish.records import Record
 
-BUSY = dict(busy_product=1, busy_addition=1, busy_tiny=0.9, mfu_product=1, mfu_addition=0.03, mfu_tiny=0.01)
+BUSY = {"busy_product": 1, "busy_addition": 1, "busy_tiny": 0.9}
+BUSY |= {"mfu_product": 1, "mfu_addition": 0.03, "mfu_tiny": 0.01}
 BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
