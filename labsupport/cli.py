@@ -1,5 +1,6 @@
 """The command line: `labs`. Each command is a thin line over a function of the package."""
 
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -21,10 +22,11 @@ EPILOG = """\b
 Exit codes:
   0    all went well, and every published number held
   1    a lab failed, or a published number no longer holds
-  2    the request makes no sense: unknown lab, parameter or option, nothing to write to
+  2    the request makes no sense: unknown lab, parameter or option, unreadable file, nothing to write to
   130  interrupted; what ran until then is kept in build/
 """
 
+COMPARISON_JSON = ("names", "ratio", "interval", "total_ratio", "margin", "verdict", "interleaved", "n")
 OUTCOMES_TEXT = "".join(f"  {name:8} {meaning}\n" for name, meaning in OUTCOMES.items())
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     \b
     labs run 00          execute one lab into build/
     labs check           which published number no longer holds?
+    labs compare A B     is step B faster than step A?
     labs run --help      more, with examples
     """
 
@@ -66,12 +69,7 @@ profile_option = click.option(
     help="The device: auto takes a GPU on which a kernel really runs, else the CPU.",
 )
 timeout_option = click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=1),
-    default=600,
-    show_default=True,
-    help="Seconds a lab may take.",
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds for each lab."
 )
 
 
@@ -94,22 +92,13 @@ def list_command() -> None:
 @labs_argument
 @profile_option
 @click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Labs at once; timing labs run alone.",
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Labs at once; timing labs run alone."
 )
 @timeout_option
 @click.option("-p", "pairs", multiple=True, metavar="NAME=VALUE", help="A parameter of the lab (see labs list).")
 @build_option
 def run_command(
-    labs: tuple[str, ...],
-    profile: str,
-    jobs: int,
-    timeout_s: float,
-    pairs: tuple[str, ...],
-    build: Path | None,
+    labs: tuple[str, ...], profile: str, jobs: int, timeout_s: float, pairs: tuple[str, ...], build: Path | None
 ) -> None:
     """Execute labs with papermill. Executed copies, HTML pages and records go to build/.
 
@@ -214,12 +203,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
 @timeout_option
 @build_option
 def publish_command(
-    labs: tuple[str, ...],
-    rebase: int | None,
-    values_only: bool,
-    profile: str,
-    timeout_s: float,
-    build: Path | None,
+    labs: tuple[str, ...], rebase: int | None, values_only: bool, profile: str, timeout_s: float, build: Path | None
 ) -> None:
     """Make the last run the published one: outputs in notebooks/, values in labsupport/published/.
 
@@ -272,6 +256,39 @@ def claims_command(markdown: bool) -> None:
     }
     render: Callable[[Any], str] = claims.claims_markdown if markdown else claims.claims_text
     click.echo(render(values))
+
+
+@main.command("compare")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--margin", default=0.05, show_default=True, help="Ratios within 1 ± margin count as the same.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def compare_command(before: Path, after: Path, margin: float, as_json: bool) -> None:
+    """Is AFTER faster than BEFORE? Two saved measurements of one machine; exit code 0 whatever the verdict.
+
+    In Python, measure(step).save("before.json") saves one; measure is in labsupport.measure. Whatever else changed
+    between the two is in the ratio too: where one process can run both steps, its compare(a, b) takes them in turns.
+
+    \b
+    Examples:
+      labs compare before.json after.json
+      labs compare before.json after.json --margin 0.1 --json
+    """
+    from labsupport.measure import Measurement, compare_apart
+
+    try:
+        a, b = Measurement.load(before), Measurement.load(after)
+    except (OSError, ValueError) as error:
+        what = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        raise UsageError(f"{what}; give a file that measure(step).save(path) wrote") from error
+    try:
+        found = compare_apart(a, b, margin=margin)
+    except ValueError as error:
+        raise UsageError(f"compare {before} {after}: {error}") from error
+    twice = ["both files hold the same measurement: the ratio says nothing"] if a == b else []
+    told = {**{name: getattr(found, name) for name in COMPARISON_JSON}, "warnings": [*found.warnings, *twice]}
+    text = "\n  warning: ".join([repr(found).replace(" (measured)", ""), *twice])
+    click.echo(json.dumps(told) if as_json else text)
 
 
 if __name__ == "__main__":

@@ -62,15 +62,17 @@ class Comparison:
     @cached_property
     def interval(self) -> Interval:
         """A 95 % interval of the ratio, by block bootstrap."""
-        return paired_interval(self.ratios) if self.interleaved else _quotient(self.a.interval, self.b.interval)
+        if self.interleaved:
+            return paired_interval(self.ratios)
+        return _quotient(self.a.median_s, self.a.interval, self.b.median_s, self.b.interval)
 
     @cached_property
     def total_interval(self) -> Interval:
         """A 95 % interval of the total ratio."""
         if self.interleaved:
             return total_interval_of(self.rounds)
-        means = [block_interval([each.samples_s], lambda x: x.mean(axis=-1)) for each in (self.a, self.b)]
-        return _quotient(*means)
+        a, b = (block_interval([each.samples_s], lambda x: x.mean(axis=-1)) for each in (self.a, self.b))
+        return _quotient(1 / self.a.steps_per_s, a, 1 / self.b.steps_per_s, b)
 
     @property
     def verdict(self) -> Verdict:
@@ -115,7 +117,7 @@ class Comparison:
             yield from (f"between the runs, {change}" for change in _changes(self.a.machine, self.b.machine))
 
     def _advice(self) -> str:
-        width = (self.interval[1] - self.interval[0]) / 2
+        width = max(self.interval[1] - self.ratio, self.ratio - self.interval[0])
         # The interval shrinks with the root of the time; a ratio at the margin itself is beyond any time's reach.
         gap = max(abs(abs(self.ratio - 1) - self.margin), 1e-9)
         needed = self.seconds * (width / gap) ** 2
@@ -169,11 +171,14 @@ def total_interval_of(rounds: Rounds) -> Interval:
     return block_interval(list(zip(*rounds, strict=True)), lambda a, b: a.sum(axis=-1) / b.sum(axis=-1))
 
 
-def _quotient(a: Interval, b: Interval) -> Interval:
-    """The interval of a quotient of independent quantities: their relative half-widths add as squares."""
-    middle = sum(a) / sum(b)
-    reach = math.hypot(*((high - low) / (high + low) for low, high in (a, b)))
-    return middle / (1 + reach), middle * (1 + reach)
+def _quotient(a: float, of_a: Interval, b: float, of_b: Interval) -> Interval:
+    """The interval of a quotient of independent quantities: the distances to their ends, as logarithms, add as squares.
+
+    Each side has its own, as times lie skew (MOVER: Zou and Donner, 2008).
+    """
+    down = math.hypot(math.log(a / of_a[0]), math.log(of_b[1] / b))
+    up = math.hypot(math.log(of_a[1] / a), math.log(b / of_b[0]))
+    return a / b * math.exp(-down), a / b * math.exp(up)
 
 
 def _text(ratio: float, interval: Interval) -> str:
@@ -187,6 +192,8 @@ def compare_apart(before: Measurement, after: Measurement, *, margin: float = 0.
     ValueError for unlike machines, naming what differs.
     """
     check_positive(margin=margin)
+    if margin >= 1:
+        raise ValueError(f"a margin below 1 is expected, got {margin}")
     unlike = [change for change in _changes(before.machine, after.machine) if change.split(" ")[0] in SAME_MACHINE]
     if unlike:
         raise ValueError(

@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from labsupport.machine import Machine
 from labsupport.measure.statistics import LEAST_SAMPLES, Stalls, Warmup, find_stalls, paired_interval
 from labsupport.units import format_seconds
 
 SCHEMA = "labsupport measurement 1"
+KINDS = {
+    "label": str,
+    "samples_s": list,
+    "dropped_s": list,
+    "wall_s": list,
+    "warmup": dict,
+    "others_cores": int | float,
+    "machine": dict,
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +107,7 @@ class Measurement:
             found.append(f"the middle half of the steps spreads over {self.spread:.0%} of the median")
         if self.stalls and self.stalls.share > 0.01:
             found.append(str(self.stalls))
-        if self.others_cores > 0.1 * (psutil.cpu_count() or 1):
+        if self.others_cores > 0.1 * self.machine.cores:
             found.append(f"other processes kept {self.others_cores:.1f} cores busy")
         if self.wall_s and (apart := float(np.mean(self.wall_s)) * self.n / self.total_s - 1) > 0.1:
             found.append(
@@ -143,9 +151,11 @@ class Measurement:
                 raise ValueError(f"its schema is not {SCHEMA!r}")
             if missing := [field.name for field in fields(cls) if field.name not in found]:
                 raise ValueError(f"it lacks {', '.join(missing)}")
+            if wrong := [name for name, kind in KINDS.items() if not isinstance(found[name], kind)]:
+                raise ValueError(f"of another type than expected: {', '.join(wrong)}")
             known = {field.name: found[field.name] for field in fields(cls)}
             columns = {name: tuple(map(float, known[name])) for name in ("samples_s", "dropped_s", "wall_s")}
             machine, warmup = Machine.from_dict(known["machine"]), Warmup(**known["warmup"])
             return cls(**{**known, **columns, "machine": machine, "warmup": warmup})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is no measurement that `Measurement.save` wrote: {error}") from error

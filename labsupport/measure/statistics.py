@@ -9,6 +9,8 @@ import numpy as np
 
 # Below six samples not even smallest-to-largest covers the median 95 % of the time: 1 - 2 * 0.5**5 is 0.9375.
 LEAST_SAMPLES = 6
+# A million steps would be drawn 200 times over: gigabytes, if not in parts.
+DRAWN_AT_ONCE = 2_000_000
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -47,9 +49,11 @@ def block_interval(
     length = max(1, round(n ** (1 / 3)))
     resamples = int(min(2000, max(200, 20_000_000 // n)))
     starts = np.random.default_rng(0).integers(0, n, (resamples, -(-n // length)))
-    drawn = (starts[:, :, None] + np.arange(length)).reshape(resamples, -1)[:, :n] % n
-    found = statistic(*(column[drawn] for column in data))
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
+    found = []
+    for some in np.array_split(starts, max(1, resamples * n // DRAWN_AT_ONCE)):
+        drawn = (some[:, :, None] + np.arange(length)).reshape(len(some), -1)[:, :n] % n
+        found.append(statistic(*(column[drawn] for column in data)))
+    low, high = np.quantile(np.concatenate(found), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
@@ -119,9 +123,10 @@ def throughput(samples: Sequence[float], seconds: Sequence[float]) -> float:
     """Samples per second of a run: all samples over all the time, each step with its own size and its own duration.
 
     The mean of the steps' rates is another number, and always the larger one: a slow step is one bad rate among
-    many there, and much time here. Raises ValueError for columns of unequal length, or without time.
+    many there, and much time here. Raises ValueError for columns of unequal length, negative numbers, or no time.
     """
-    if len(samples) != len(seconds) or not sum(seconds) > 0:
+    sound = all(0 <= each < math.inf for each in (*samples, *seconds))
+    if len(samples) != len(seconds) or not sound or not sum(seconds) > 0:
         raise ValueError(f"a number of samples and seconds a step are expected: got {samples} and {seconds}")
     return sum(samples) / sum(seconds)
 
@@ -163,9 +168,10 @@ def find_warmup(samples: Sequence[float], *, window: int = 5, drift: float = 0.0
     kept = data[start:]
     halves = [float(np.median(half)) for half in np.array_split(kept, 2)]
     change = halves[1] / halves[0] - 1 if halves[0] else math.inf
-    if start >= n // 2 or abs(change) > max(drift, spread(kept) / 2):
-        reason += f"; not steady yet: the last steps took {1 + change:.3g}x of those before"
-        return Warmup(start, reason, steady=False)
+    if abs(change) > max(drift, spread(kept) / 2):
+        return Warmup(start, f"{reason}; not steady yet: the last steps took {1 + change:.3g}x of those before", False)
+    if start >= n // 2:
+        return Warmup(start, f"{reason}; half of the steps were over before it was steady", False)
     return Warmup(start, reason)
 
 
@@ -179,7 +185,8 @@ class Stalls:
     worst: float  # the longest, over the median
 
     def __str__(self) -> str:
-        every = f"about every {self.period:.3g} steps one stalls" if self.period else f"{self.count} steps stall"
+        some = "1 step stalls" if self.count == 1 else f"{self.count} steps stall"
+        every = f"about every {self.period:.3g} steps one stalls" if self.period else some
         return f"{every} (up to {self.worst:.3g}x the median), {self.share:.1%} of the time, and the median hides it"
 
 
@@ -188,6 +195,8 @@ def find_stalls(samples: Sequence[float]) -> Stalls | None:
     upper quartile; neighbours count once. They are periodic if there are four, and three in five of the gaps between
     them are within a tenth (or one step) of the median gap."""
     data = np.asarray(samples, dtype=float)
+    if not len(data):
+        return None
     low, middle, high = np.quantile(data, [0.25, 0.5, 0.75])
     slow = np.flatnonzero((data > 1.5 * middle) & (data > high + 3 * (high - low)))
     if not len(slow):

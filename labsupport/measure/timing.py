@@ -18,13 +18,15 @@ from labsupport.measure.stopwatch import (
     OtherProcesses,
     Step,
     Stopwatch,
+    check_callable,
     check_positive,
     name_of,
     run_until_steady,
 )
 
 # The shortest turns are the best: what disturbs a machine comes in bursts of about ten milliseconds, and only a
-# disturbance that both steps of a round see leaves their ratio alone (benchmarks/README.md has the noise by length of turn).
+# disturbance that both steps of a round see leaves their ratio alone (benchmarks/README.md has the noise by length
+# of turn).
 TURN_S = 0.002
 # Steps shorter than this are run once, untimed, after each switch. The other step left the caches and the allocator
 # in its own state: without the untimed step, identical steps came out up to 5 % apart, each time with great certainty.
@@ -47,8 +49,10 @@ def measure(
     A step that uses CUDA is timed by events, and by the wall clock around groups of steps; `synchronize` waits for
     any other device that works while the host goes on (for MPS and XPU PyTorch's own is used). The modules
     and optimizers that the step names (or `state`, anything with a `state_dict`) are put back afterwards, after an
-    error too: measuring trains nothing. Raises ValueError for a step too short to time.
+    error too: measuring trains nothing. Raises ValueError for a step too short to time, TypeError for one that cannot
+    be called.
     """
+    check_callable(step)
     check_positive(min_time_s=min_time_s)
     kept = KeptState(found_in(step) if state is None else state)
     try:
@@ -77,23 +81,21 @@ class _Side:
         self.warm_samples, _, self.warmup = run_until_steady(watch, step, warm_s)
         self.samples_s: list[float] = []
         self.wall_s: list[float] = []
+        self.typical_s = float(np.median(self.warm_samples[self.warmup.dropped :]))
         self._kept = KeptState(shared) if shared else None
         start = watch.clock()
         self._put_back()
-        turn_s = max(CUDA_TURN_S if watch.uses_events else TURN_S, watch.clock() - start)
-        typical = float(np.median(self.warm_samples[self.warmup.dropped :]))
-        self._settle = typical < SETTLE_BELOW_S
-        self._count = max(1, math.ceil(turn_s / typical))
+        self.put_back_s = watch.clock() - start
 
     def _put_back(self) -> None:
         if self._kept:
             self._kept.put_back()
 
-    def turn(self) -> None:
+    def turn(self, settle: bool, count: int) -> None:
         self._put_back()
-        if self._settle:
+        if settle:
             self.watch.turn(self.step, 1)
-        samples, wall = self.watch.turn(self.step, self._count)
+        samples, wall = self.watch.turn(self.step, count)
         self.samples_s += samples
         self.wall_s.append(wall)
 
@@ -128,8 +130,9 @@ def compare(
     if the steps share any of it (each goes on from where its own warm-up ended), and in any case at the end, after
     an error too. A difference within `margin` counts as none. Raises ValueError for a step too short to time.
     """
+    check_callable(a, b)
     check_positive(margin=margin, min_time_s=min_time_s, max_time_s=max_time_s)
-    if margin >= 1 or len(set(names)) != 2 or max_time_s < min_time_s:
+    if margin >= 1 or not len(names) == len(set(names)) == 2 or max_time_s < min_time_s:
         raise ValueError(
             "a margin below 1, two different names and max_time_s of at least min_time_s are expected: "
             f"got margin={margin}, names={names}, min_time_s={min_time_s}, max_time_s={max_time_s}"
@@ -138,12 +141,15 @@ def compare(
     things = [*of_a, *of_b]
     watch, others, began = Stopwatch(synchronize, clock), OtherProcesses(), clock()
     before = KeptState(things)
+    # Steps that share nothing cannot disturb each other, and putting back costs more noise than it saves; nor may A's
+    # optimizer be cold again, once B is warm. Both draw the same random numbers in any case.
+    shared = things if share_state(of_a, of_b) else []
+    start = before if shared else KeptState([])
     sides: list[_Side] = []
     try:
         for step in (a, b):
-            before.put_back()
-            # Steps that share nothing cannot disturb each other, and putting back costs more noise than it saves.
-            sides.append(_Side(watch, step, things if share_state(of_a, of_b) else [], warm_s=min_time_s / 4))
+            start.put_back()
+            sides.append(_Side(watch, step, shared, warm_s=min_time_s / 4))
         seconds = _run_rounds(sides, margin, began, min_time_s, max_time_s)
     finally:
         before.put_back()
@@ -163,11 +169,15 @@ def _run_rounds(sides: list[_Side], margin: float, began: float, min_time_s: flo
     be wrong.
     """
     clock = sides[0].watch.clock
+    # One rule for both: turns of unlike length, or only one side settling, would be a difference of our own making.
+    quicker_s = min(side.typical_s for side in sides)
+    turn_s = max(CUDA_TURN_S if sides[0].watch.uses_events else TURN_S, *(side.put_back_s for side in sides))
+    settle, count = quicker_s < SETTLE_BELOW_S, max(1, math.ceil(turn_s / quicker_s))
     first, look_after_s = clock(), min_time_s
     while True:
         order = sides if len(sides[0].wall_s) % 2 == 0 else sides[::-1]
         for side in order:
-            side.turn()
+            side.turn(settle, count)
         now = clock()
         if len(sides[0].wall_s) < LEAST_SAMPLES:
             continue

@@ -63,7 +63,7 @@ def timeline(lanes: Mapping[str, Sequence[tuple[float, float]]], *, window_s: fl
     axes.set_xlabel("milliseconds")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.28), ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return _finished(figure)
+    return finished(figure)
 
 
 @plot.register
@@ -85,7 +85,7 @@ def plot_ceilings(ceilings: Ceilings, *, beside: Mapping[str, Accelerator] | Non
     copies = [(f"measured {name}", measured[name].value, BUSY) for name in names]
     copies += [(f"{name} memory (sheet)", 1e9 * card.bandwidth_gbs, OTHER) for name, card in (beside or {}).items()]
     _dots(right, copies, "B/s", "Bytes")
-    return _finished(figure)
+    return finished(figure)
 
 
 def _dots(axes: Any, dots: list[tuple[str, float, str]], unit: str, title: str) -> None:
@@ -107,7 +107,7 @@ def _dots(axes: Any, dots: list[tuple[str, float, str]], unit: str, title: str) 
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _finished(figure: Figure) -> Figure:
+def finished(figure: Figure) -> Figure:
     """Closed for pyplot, so that a notebook shows it once: as the value of its cell."""
     plt.close(figure)
     return figure
