@@ -287,7 +287,7 @@ def compare_command(before: Path, after: Path, margin: float, as_json: bool) -> 
         raise UsageError(f"compare {before} {after}: {error}") from error
     twice = ["both files hold the same measurement: the ratio says nothing"] if a == b else []
     told = {**{name: getattr(found, name) for name in COMPARISON_JSON}, "warnings": [*found.warnings, *twice]}
-    text = "\n  warning: ".join([repr(found).replace(" (measured)", ""), *twice])
+    text = "\n  warning: ".join([str(found), *twice])
     click.echo(json.dumps(told) if as_json else text)
 
 

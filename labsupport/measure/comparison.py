@@ -126,7 +126,9 @@ class Comparison:
         fewer = "" if alone else " and use one thread (torch.set_num_threads(1))"
         return f"the interval crosses the margin; quieten the machine{fewer}; {more}"
 
-    def __repr__(self) -> str:
+    @property
+    def lines(self) -> list[str]:
+        """What it says, line by line: the verdict, both timings, the warnings, the machine."""
         a, b = self.names
         sentence = {
             "faster": f"{b} is faster than {a}",
@@ -136,14 +138,19 @@ class Comparison:
         }[self.verdict]
         how = f"{self.n} rounds in {self.seconds:.1f} s" if self.interleaved else "NOT INTERLEAVED"
         ratio = _text(self.ratio, self.interval)
-        sides = [repr(each).splitlines() for each in (self.a, self.b)]
-        lines = [
+        return [
             f"{sentence}: time of {a} / time of {b} = {ratio}, margin {self.margin:.1%}, {how}",
-            *(side[0].removesuffix(" (measured)") for side in sides),
+            *(each.lines[0] for each in (self.a, self.b)),
             *(f"warning: {warning}" for warning in self.warnings),
-            sides[1][-1].strip().removesuffix(" (measured)"),
+            self.b.lines[-1],
         ]
-        return "\n  ".join(f"{line} (measured)" for line in lines)
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.lines)
+
+    def __repr__(self) -> str:
+        """For notebooks: each line with the mark of what differs from run to run."""
+        return "\n  ".join(f"{line} (measured)" for line in self.lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"application/vnd.labsupport.comparison+json": {"names": list(self.names)}, "text/plain": repr(self)}

@@ -116,20 +116,27 @@ class Measurement:
             )
         return tuple(found)
 
-    def __repr__(self) -> str:
-        where = (
-            self.machine.device if self.machine.profile == "cuda" else f"{self.machine.cpu_model} ({self.machine.isa})"
-        )
-        threads = f"{self.machine.threads} {'thread' if self.machine.threads == 1 else 'threads'}"
-        lines = [
+    @property
+    def lines(self) -> list[str]:
+        """What it says, line by line: the timing, the warm-up, the warnings, the machine."""
+        machine = self.machine
+        where = machine.device if machine.profile == "cuda" else f"{machine.cpu_model} ({machine.isa})"
+        threads = f"{machine.threads} {'thread' if machine.threads == 1 else 'threads'}"
+        return [
             f"{self.label}: median {format_seconds(self.median_s)}, "
             f"IQR {format_seconds(self.iqr_s)} ({self.spread:.1%}), "
             f"p99 {format_seconds(self.percentile_s(99))}, n = {self.n}",
             f"dropped {len(self.dropped_s)} of {len(self.dropped_s) + self.n} steps: {self.warmup.reason}",
             *(f"warning: {warning}" for warning in self.warnings),
-            f"{where}, {threads}, torch {self.machine.torch}",
+            f"{where}, {threads}, torch {machine.torch}",
         ]
-        return "\n  ".join(f"{line} (measured)" for line in lines)
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.lines)
+
+    def __repr__(self) -> str:
+        """For notebooks: each line with the mark of what differs from run to run."""
+        return "\n  ".join(f"{line} (measured)" for line in self.lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"application/vnd.labsupport.measurement+json": {"label": self.label}, "text/plain": repr(self)}

@@ -179,6 +179,7 @@ def find_warmup(samples: Sequence[float], *, window: int = 5, drift: float = 0.0
 class Stalls:
     """Steps that took far longer than the median one: how many, how often, and what share of all time they cost."""
 
+    steps: tuple[int, ...]  # their places among the samples, from 0; neighbours are one stall
     count: int
     period: float | None  # steps from one to the next, where they come regularly
     share: float  # of the run's time, beyond what as many median steps take
@@ -206,4 +207,4 @@ def find_stalls(samples: Sequence[float]) -> Stalls | None:
     period = float(np.median(gaps)) if len(gaps) >= 3 else 0.0
     regular = len(gaps) >= 3 and np.mean(np.abs(gaps - period) <= max(1.0, period / 10)) >= 0.6
     share = float((data[slow] - middle).sum() / data.sum())
-    return Stalls(len(events), period if regular else None, share, float(data.max() / middle))
+    return Stalls(tuple(map(int, slow)), len(events), period if regular else None, share, float(data.max() / middle))

@@ -99,9 +99,10 @@ def _limit(axes: Any, low: float, high: float, values: Sequence[float], unit: st
 
 
 def _in_order(axes: Any, measurement: Measurement, label: str | None, color: str) -> None:
-    """The dropped steps, the steady ones, and among these the stalled, by the rule of `find_stalls`."""
+    """The dropped steps, the steady ones, and among these the stalled."""
     dropped, steps = np.array(measurement.dropped_s), np.array(measurement.samples_s)
-    stalled = steps > max(1.5 * measurement.median_s, measurement.percentile_s(75) + 3 * measurement.iqr_s)
+    stalled = np.zeros(len(steps), dtype=bool)
+    stalled[list(measurement.stalls.steps) if measurement.stalls else []] = True
     order = np.arange(1, len(dropped) + len(steps) + 1)
     before, after = order[: len(dropped)], order[len(dropped) :]
     _points(axes, before, dropped, label="dropped: warm-up", color=OTHER, fillstyle="none")
@@ -141,7 +142,7 @@ def _short(measurement: Measurement) -> str:
 
 def _told(figure: Figure, result: Measurement | Comparison) -> Figure:
     """With the first and the last line of its text, which name all of it and the machine, and one legend."""
-    lines = [line.strip().removesuffix(" (measured)") for line in repr(result).splitlines()]
+    lines = result.lines
     length, widest = len(lines[0]), int(12 * figure.get_figwidth())
     head = textwrap.fill(lines[0], min(widest, length // math.ceil(length / widest) + 20))  # rows about alike
     figure.suptitle(f"{head}\n{lines[-1]}", x=0.01, ha="left", fontsize="medium", parse_math=False)

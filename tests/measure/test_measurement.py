@@ -37,7 +37,7 @@ def test_figures_by_hand():
 def test_stalls_count_in_the_rate_and_not_in_the_median():
     stalled = replace(EVEN, samples_s=(0.25,) * 99 + (25.25,))
     assert (stalled.median_s, stalled.steps_per_s) == (0.25, 2.0)
-    assert stalled.stalls == Stalls(count=1, period=None, share=0.5, worst=101.0)
+    assert stalled.stalls == Stalls(steps=(99,), count=1, period=None, share=0.5, worst=101.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -165,16 +166,14 @@ def test_nested_state_of_an_optimizer():
     weight = nn.Parameter(torch.ones(2))
     optimizer = Nested([weight])
     optimizer.step()
-    kept, was, place = (
-        KeptState([optimizer]),
-        copy.deepcopy(optimizer.state),
-        optimizer.state[weight]["inner"]["sums"]["of"],
-    )
-    optimizer.step(), optimizer.step()
-    kept.put_back()
-    assert optimizer.state["steps"] == 1
-    assert same(optimizer.state[weight], next(state for key, state in was.items() if key != "steps"))
-    assert optimizer.state[weight]["inner"]["sums"]["of"] is place
+    kept, was = KeptState([optimizer]), copy.deepcopy(optimizer.state[weight])
+    place = optimizer.state[weight]["inner"]["sums"]["of"]
+    for _ in range(2):
+        optimizer.step(), optimizer.step()
+        kept.put_back()
+        assert optimizer.state["steps"] == 1
+        assert same(optimizer.state[weight], was)
+        assert optimizer.state[weight]["inner"]["sums"]["of"] is place
 
 
 def test_lbfgs_with_its_lists_of_tensors():
@@ -249,8 +248,10 @@ def test_a_model_that_was_converted_is_what_it_was():
     model = nn.Linear(2, 2)
     kept, weight = KeptState([model]), model.weight.detach().clone()
     model.bfloat16()
-    kept.put_back()
-    assert same(model.weight.detach(), weight)
+    for _ in range(2):
+        kept.put_back()
+        assert same(model.weight.detach(), weight)
+        model.weight.data += 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
@@ -358,6 +359,9 @@ class Run:
     def step(self):
         pass
 
+    def other_step(self):
+        return OTHER
+
     def __call__(self):
         return MODEL
 
@@ -427,11 +431,15 @@ def with_an_attribute_of_that_name(run=None):
 
 
 def names_a_class():
-    return nn.Linear, Run
+    return Counter, Wrapper
+
+
+OF_A_FILE = ModuleType("training")
+OF_A_FILE.model = MODEL
 
 
 def names_a_module():
-    return nn, torch
+    return nn, torch, OF_A_FILE
 
 
 @pytest.mark.parametrize(
@@ -462,8 +470,9 @@ def test_what_an_object_holds_is_found(make):
     assert ids(found_in(make(run))) == ids([run.model, run.optimizer, run.network])
 
 
-def test_an_object_that_is_called_is_read_too():
+def test_a_method_and_an_object_that_is_called_are_read_too():
     run = Run()
+    assert ids(found_in(run.other_step)) == ids([run.model, run.optimizer, run.network, OTHER])
     assert ids(found_in(run)) == ids([run.model, run.optimizer, run.network, MODEL])
 
 

@@ -276,7 +276,9 @@ def with_stalls(places, n=200, stall=1.0):
 def test_a_stall_every_twentieth_step():
     """Ten stalls of 1.0 s where 0.1 s is typical: 9.0 s of the 29.0 s."""
     stalls = find_stalls(with_stalls(range(19, 200, 20)))
-    assert stalls == Stalls(count=10, period=20.0, share=pytest.approx(9 / 29), worst=pytest.approx(10.0))
+    assert stalls == Stalls(
+        steps=tuple(range(19, 200, 20)), count=10, period=20.0, share=pytest.approx(9 / 29), worst=pytest.approx(10.0)
+    )
     assert str(stalls) == (
         "about every 20 steps one stalls (up to 10x the median), 31.0% of the time, and the median hides it"
     )

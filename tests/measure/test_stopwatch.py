@@ -202,6 +202,11 @@ def test_the_advice_for_a_short_step_works(step_s):
     assert np.median(samples) > 1e-5
 
 
+def test_a_slow_clock_refuses_longer_steps():
+    with pytest.raises(ValueError, match="takes 11.0 ms: too short to time alone.* below 100 ms.*range\\(32\\)"):
+        run(steady([]), reading_s=1e-3)
+
+
 def test_a_step_of_nothing_is_refused_at_once():
     """Not after a second of it: that would be ten million steps, each of them kept."""
     calls = itertools.count()
@@ -264,9 +269,8 @@ def test_a_step_has_a_name(step, name):
 
 
 def times_of(busy_s, own_s, now_s, monkeypatch):
-    cpu = SimpleNamespace(idle=100.0, iowait=10.0)
-    fields = [busy_s, 0.0, 0.0, cpu.idle, cpu.iowait, 0.0, 0.0, 0.0, 7.0]  # the last, guests', is in the first already
-    times = type("Times", (tuple,), {"idle": cpu.idle, "iowait": cpu.iowait})(fields)
+    idle, iowait, guest = 5 * now_s, 3 * now_s, busy_s  # guests' time is in the first field already
+    times = type("Times", (tuple,), {"idle": idle, "iowait": iowait})([busy_s, 0, 0, idle, iowait, 0, 0, 0, guest])
     me = SimpleNamespace(children=lambda recursive: [], cpu_times=lambda: (own_s, 0.0, 0.0, 0.0, 9.0))
     monkeypatch.setattr(psutil, "cpu_times", lambda: times)
     monkeypatch.setattr(psutil, "Process", lambda: me)
