@@ -154,6 +154,12 @@ def test_the_advice_when_it_cannot_tell(threads, profile, fewer):
     assert ("use one thread" in found) is fewer
 
 
+def test_half_the_interval_takes_four_times_as_long():
+    """The upper end is 0.008 from the median, the margin 0.004."""
+    rounds = [(ratio, 1.0) for ratio in (1.0, 1.004, 1.006, 1.006, 1.008, 1.014)]
+    assert advice(rounds, seconds=10.0).endswith("; max_time_s=40 might tell")
+
+
 def test_what_lies_on_the_margin_takes_forever():
     assert advice(between(1.0, 1.02)).endswith("; more time will hardly tell")
 

@@ -205,6 +205,10 @@ def test_the_interval_of_paired_rounds_is_the_hull_of_both_kinds(rounds, wider):
     assert paired_interval(rounds) != (blocks if wider == "few rounds" else exact)
 
 
+def test_a_quick_first_step_does_not_hide_the_slow_ones_after_it():
+    assert find_warmup([1.0] + [9.0] * 4 + [1.0] * 20).dropped == 5
+
+
 NOISE = st.floats(0.99, 1.01)
 
 
@@ -284,8 +288,13 @@ def test_a_stall_every_twentieth_step():
     )
 
 
-def test_a_period_may_be_off_by_a_step():
-    assert find_stalls(with_stalls([10, 15, 21, 25, 30, 36])).period == 5.0
+@pytest.mark.parametrize(
+    "places, period",
+    [([10, 15, 21, 25, 30, 36], 5.0), ([10, 50, 93, 131, 171], 40.0), ([10, 20, 30, 40, 50, 75], 10.0)],
+    ids=["by a step", "by a tenth", "once by much"],
+)
+def test_a_period_may_be_off(places, period):
+    assert find_stalls(with_stalls(places)).period == period
 
 
 @pytest.mark.parametrize(

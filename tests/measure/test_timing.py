@@ -227,6 +227,7 @@ def test_a_turn_is_two_milliseconds_of_the_quicker_step_after_one_step_to_settle
     a, b = "A" * (1 + 3), "B" * (1 + 3)  # as many of the slower one: the turns of both are alike
     assert re.fullmatch(f"A+B+?({a}{b}{b}{a})*({a}{b})?", called)
     assert (found.a.n, found.b.n) == (3 * found.n, 3 * found.n)
+    assert set(found.rounds) == {(2.0**-10, 2.0**-8)}  # seconds a step, not a turn
 
 
 def test_both_settle_if_one_is_short(clock):
