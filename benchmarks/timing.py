@@ -47,6 +47,7 @@ DISTURBED_CORES = 0.15
 TRIES = 3
 SEED = 7
 PEERS = ("naive", "Timer", "pyperf")
+OURS = ("compare", "unsettled", "overhead", "process")
 # The seconds that each tool is offered, and those that a trial takes on a quiet machine, for the estimate.
 OFFERED_S = {"compare": 10.0, "unsettled": 10.0, "naive": 0.5, "Timer": 1.0, "pyperf": 2.0}
 TAKES_S = {"compare": 2.1, "unsettled": 5.0, "naive": 0.5, "Timer": 1.2, "pyperf": 2.0}
@@ -199,19 +200,19 @@ def conditions(phase: Phase) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def instrument() -> str:
-    """A hash of the code behind `compare` and of the tools, without comments and docstrings."""
+def code() -> dict[str, str]:
+    """Hashes of the code behind `compare` and of the tools here, without comments and docstrings."""
     modules = Modules(Path(labsupport.__file__).parent)
-    parts = [modules.dump(name) for name in sorted(modules.closure({"labsupport.measure.timing"}))]
-    parts.append(dump(ast.parse((HERE / "timing_tools.py").read_text("utf-8"))))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    behind = [modules.dump(name) for name in sorted(modules.closure({"labsupport.measure.timing"}))]
+    texts = {"compare": "\n".join(behind), "tools": dump(ast.parse((HERE / "timing_tools.py").read_text("utf-8")))}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def header() -> dict[str, Any]:
     versions = {name: version(name) for name in ("numpy", "psutil", "pyperf", "torch")}
     return {
         "schema": SCHEMA,
-        "instrument": instrument(),
+        "code": code(),
         "versions": versions,
         "machine": fingerprint("cpu").to_dict(),
         "margin": MARGIN,
@@ -220,7 +221,8 @@ def header() -> dict[str, Any]:
 
 
 def resumed(path: Path) -> list[dict]:
-    """The records there are, header first; the file is begun if there is none. Exits where they do not go together."""
+    """The records there are, header first; the file is begun if there is none. Exits where they do not go together;
+    if only `compare` has changed, those of other tools stay, and its own are made again."""
     new = header()
     records = load(path) if path.is_file() else []
     if not records:
@@ -228,11 +230,18 @@ def resumed(path: Path) -> list[dict]:
             step_s = measure(TrainingStep()).median_s
         records = [{**new, "step_s": round(step_s, 7)}]
     there = records[0]
-    for name in ("instrument", "versions", "machine"):
+    for what, of in (
+        ("tools", lambda each: each["code"]["tools"]),
+        ("versions", lambda each: each["versions"]),
         # The system's own version and memory may change between two days of one machine, its CPU may not.
-        old, now = (each[name] if name != "machine" else each[name]["cpu_model"] for each in (there, new))
-        if old != now:
-            sys.exit(f"{path} was made with another {name} ({old}, here {now}): move it away to begin anew")
+        ("machine", lambda each: each["machine"]["cpu_model"]),
+    ):
+        if of(there) != of(new):
+            sys.exit(f"{path}: made with other {what} ({of(there)}, here {of(new)}): move it away to begin anew")
+    if there["code"] != new["code"]:
+        kept = [record for record in records[1:] if record["tool"] not in OURS]
+        print(f"`compare` has changed: {len(records) - 1 - len(kept)} records of it are dropped, {len(kept)} stay")
+        records = [{**there, "code": new["code"]}, *kept]
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written anew: a run that was killed may have left half a line.
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,9 +39,10 @@ def test_conda_environment_has_the_pins_of_pyproject():
 
 
 def test_every_direct_dependency_is_pinned():
-    direct = (
-        PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"] + PROJECT["optional-dependencies"]["test"]
-    )
+    direct = [
+        *PROJECT["dependencies"],
+        *(entry for extra in ("run", "test", "bench") for entry in PROJECT["optional-dependencies"][extra]),
+    ]
     assert {name_of(requirement) for requirement in direct} <= {name_of(pin) for pin in PINNED}
 
 
@@ -84,6 +86,14 @@ def test_no_path_of_one_machine_is_tracked():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     texts = {name: (ROOT / name).read_text(errors="ignore") for name in tracked if (ROOT / name).is_file()}
     assert not [name for name, text in texts.items() if re.search(r"/(?:root|work|home/\w+|Users/\w+)/", text)]
+
+
+def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    matrix = torch.ones(64, 64)
+    exec(example, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
+    assert "n = " in capsys.readouterr().out and (tmp_path / "before.json").is_file()
 
 
 def test_readme_has_the_generated_table_of_labs():

@@ -61,7 +61,7 @@ class Comparison:
 
     @cached_property
     def interval(self) -> Interval:
-        """A 95 % interval of the ratio, by block bootstrap."""
+        """A 95 % interval of the ratio, by block bootstrap and by order statistics, whichever is wider."""
         if self.interleaved:
             return paired_interval(self.ratios)
         return _quotient(self.a.median_s, self.a.interval, self.b.median_s, self.b.interval)
@@ -167,7 +167,11 @@ def verdict_of(interval: Interval, margin: float) -> Verdict:
 
 
 def judge(interval: Interval, total: Interval, margin: float) -> Verdict:
-    """The verdict of the median, unless the total's interval lies wholly outside of what it says."""
+    """The verdict of the median, unless the total's interval lies wholly outside of what it says.
+
+    With one or two stalls in the run the total's interval is too narrow, and with none it cannot object: it guards
+    against what happened in the run, not against what might.
+    """
     verdict = verdict_of(interval, margin)
     low = {"faster": 1 + margin, "same": 1 - margin}.get(verdict, 0.0)
     high = {"slower": 1 - margin, "same": 1 + margin}.get(verdict, math.inf)

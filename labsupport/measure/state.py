@@ -102,12 +102,12 @@ class KeptState:
     """The state of some modules, optimizers and others, as it was when this was made: `put_back()` as often as needed.
 
     Copies lie in host memory. Tensors are written in place, so that everything which points to them (an optimizer,
-    a CUDA graph, a view) still does; what did not exist is removed again. Random states of torch, CUDA, numpy and
-    Python are kept too. Raises TypeError for an object without `state_dict` and `load_state_dict`, ValueError for a
-    module whose parameters have no shape yet.
+    a CUDA graph, a view) still does; what did not exist is removed again. With `randomness`, the random states of
+    torch, CUDA, numpy and Python are kept too. Raises TypeError for an object without `state_dict` and
+    `load_state_dict`, ValueError for a module whose parameters have no shape yet.
     """
 
-    def __init__(self, things: Iterable[Any]) -> None:
+    def __init__(self, things: Iterable[Any], *, randomness: bool = True) -> None:
         things = _once(things)
         if odd := [thing for thing in things if not _has_state(thing)]:
             raise TypeError(
@@ -139,7 +139,8 @@ class KeptState:
             for optimizer in self._optimizers
         ]
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        self._random = torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+        of_all = torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+        self._random = of_all if randomness else None
 
     def put_back(self) -> None:
         """Make everything as it was."""
@@ -165,6 +166,8 @@ class KeptState:
             thing.load_state_dict(copy.deepcopy(kept_dict))
         for module, training in self._modes:
             module.training = training
+        if self._random is None:
+            return
         on_cpu, cuda, of_numpy, of_python = self._random
         torch.set_rng_state(on_cpu)
         if cuda is not None:

@@ -57,14 +57,14 @@ def block_interval(
     return float(low), float(high)
 
 
-def paired_interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median of rounds in time order: the wider end of two kinds.
+def paired_interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """An interval of the median of rounds in time order: the wider end of two kinds.
 
     The block bootstrap knows that neighbouring rounds are alike, but is too sure of itself when there are few;
     the order statistics are right for few, but take rounds for independent.
     """
-    blocks = block_interval([ratios], lambda drawn: np.median(drawn, axis=-1))
-    exact = median_interval(ratios)
+    blocks = block_interval([ratios], lambda drawn: np.median(drawn, axis=-1), confidence)
+    exact = median_interval(ratios, confidence)
     return min(blocks[0], exact[0]), max(blocks[1], exact[1])
 
 
@@ -122,8 +122,9 @@ class PairedRatio:
 def throughput(samples: Sequence[float], seconds: Sequence[float]) -> float:
     """Samples per second of a run: all samples over all the time, each step with its own size and its own duration.
 
-    The mean of the steps' rates is another number, and always the larger one: a slow step is one bad rate among
-    many there, and much time here. Raises ValueError for columns of unequal length, negative numbers, or no time.
+    The mean of the steps' rates is another number, for steps of one size never the smaller one: a slow step is one
+    bad rate among many there, and much time here. Raises ValueError for columns of unequal length, negative numbers,
+    or no time.
     """
     sound = all(0 <= each < math.inf for each in (*samples, *seconds))
     if len(samples) != len(seconds) or not sound or not sum(seconds) > 0:
@@ -192,9 +193,12 @@ class Stalls:
 
 
 def find_stalls(samples: Sequence[float]) -> Stalls | None:
-    """The stalls of a run, or None. A step stalls if it takes 1.5 medians and lies 3 interquartile ranges above the
-    upper quartile; neighbours count once. They are periodic if there are four, and three in five of the gaps between
-    them are within a tenth (or one step) of the median gap."""
+    """The stalls of a run, or None.
+
+    A step stalls if it takes 1.5 medians and lies 3 interquartile ranges above the upper quartile; neighbours count
+    once. Stalls are periodic if there are four, spread over a quarter of the run, and three in five of the gaps between
+    them are within a tenth (or one step) of the median gap.
+    """
     data = np.asarray(samples, dtype=float)
     if not len(data):
         return None
@@ -205,6 +209,7 @@ def find_stalls(samples: Sequence[float]) -> Stalls | None:
     events = slow[np.insert(np.diff(slow) > 1, 0, True)]
     gaps = np.diff(events)
     period = float(np.median(gaps)) if len(gaps) >= 3 else 0.0
-    regular = len(gaps) >= 3 and np.mean(np.abs(gaps - period) <= max(1.0, period / 10)) >= 0.6
+    spread_out = events[-1] - events[0] >= len(data) / 4  # else it is a burst
+    regular = len(gaps) >= 3 and spread_out and np.mean(np.abs(gaps - period) <= max(1.0, period / 10)) >= 0.6
     share = float((data[slow] - middle).sum() / data.sum())
     return Stalls(tuple(map(int, slow)), len(events), period if regular else None, share, float(data.max() / middle))

@@ -1,6 +1,7 @@
 """`measure` a step, `compare` two: warmed up, waited for, in turns, and everything put back afterwards."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,9 +29,15 @@ from labsupport.measure.stopwatch import (
 # disturbance that both steps of a round see leaves their ratio alone (benchmarks/README.md has the noise by length
 # of turn).
 TURN_S = 0.002
-# Steps shorter than this are run once, untimed, after each switch. The other step left the caches and the allocator
-# in its own state: without the untimed step, identical steps came out up to 5 % apart, each time with great certainty.
+# Steps shorter than this are run once or twice, untimed, after each switch. The other step left the caches and the
+# allocator in its own state: without the untimed step, identical steps came out up to 5 % apart, each time with great
+# certainty. How often is drawn by lot, the same for both: else a step that stalls every twentieth time would
+# stall in timed steps twice as often as it should, or never.
 SETTLE_BELOW_S = 0.1
+SETTLE_STEPS = (1, 2)
+# Every look is a chance to be wrong: about seven of them, each this sure, are together as sure as one at 95 %.
+LOOK_CONFIDENCE = 0.99
+LEAST_ROUNDS = 8  # of six or seven not even the smallest and the largest enclose the median so surely
 # On CUDA a turn begins with an empty queue; only a longer one shows the host running ahead, as it does in training.
 CUDA_TURN_S = 0.05
 
@@ -82,7 +89,8 @@ class _Side:
         self.samples_s: list[float] = []
         self.wall_s: list[float] = []
         self.typical_s = float(np.median(self.warm_samples[self.warmup.dropped :]))
-        self._kept = KeptState(shared) if shared else None
+        # Without the random state: a step whose length is drawn would be timed on one draw again and again.
+        self._kept = KeptState(shared, randomness=False) if shared else None
         start = watch.clock()
         self._put_back()
         self.put_back_s = watch.clock() - start
@@ -91,10 +99,10 @@ class _Side:
         if self._kept:
             self._kept.put_back()
 
-    def turn(self, settle: bool, count: int) -> None:
+    def turn(self, settle: int, count: int) -> None:
         self._put_back()
         if settle:
-            self.watch.turn(self.step, 1)
+            self.watch.turn(self.step, settle)
         samples, wall = self.watch.turn(self.step, count)
         self.samples_s += samples
         self.wall_s.append(wall)
@@ -128,7 +136,8 @@ def compare(
     Each step is warmed up until it is steady. Rounds follow: A and B, then B and A, each a turn of some
     milliseconds. `state`, by default the modules and optimizers that the steps name, is put back between the turns
     if the steps share any of it (each goes on from where its own warm-up ended), and in any case at the end, after
-    an error too. A difference within `margin` counts as none. Raises ValueError for a step too short to time.
+    an error too. A difference within `margin` counts as none. It stops early when the verdict is clear at 99 %;
+    benchmarks/README.md counts how often it is wrong. Raises ValueError for a step too short to time.
     """
     check_callable(a, b)
     check_positive(margin=margin, min_time_s=min_time_s, max_time_s=max_time_s)
@@ -142,7 +151,7 @@ def compare(
     watch, others, began = Stopwatch(synchronize, clock), OtherProcesses(), clock()
     before = KeptState(things)
     # Steps that share nothing cannot disturb each other, and putting back costs more noise than it saves; nor may A's
-    # optimizer be cold again, once B is warm. Both draw the same random numbers in any case.
+    # optimizer be cold again, once B is warm. Both warm up on the same random numbers in any case.
     shared = things if share_state(of_a, of_b) else []
     start = before if shared else KeptState([])
     sides: list[_Side] = []
@@ -163,19 +172,17 @@ def _rounds(sides: Sequence[_Side]) -> tuple[tuple[float, float], ...]:
 
 
 def _run_rounds(sides: list[_Side], margin: float, began: float, min_time_s: float, max_time_s: float) -> float:
-    """Rounds until the verdict is clear or time is up; the seconds since `began`.
-
-    It looks for a verdict only when the time since the first round has grown by a third: every look is a chance to
-    be wrong.
-    """
+    """Rounds until the verdict is clear or time is up; the seconds since `began`. It looks for a verdict each time
+    that the time since the first round has grown by a third."""
     clock = sides[0].watch.clock
     # One rule for both: turns of unlike length, or only one side settling, would be a difference of our own making.
     quicker_s = min(side.typical_s for side in sides)
     turn_s = max(CUDA_TURN_S if sides[0].watch.uses_events else TURN_S, *(side.put_back_s for side in sides))
-    settle, count = quicker_s < SETTLE_BELOW_S, max(1, math.ceil(turn_s / quicker_s))
+    count, draws = max(1, math.ceil(turn_s / quicker_s)), random.Random(0)
     first, look_after_s = clock(), min_time_s
     while True:
         order = sides if len(sides[0].wall_s) % 2 == 0 else sides[::-1]
+        settle = draws.choice(SETTLE_STEPS) if quicker_s < SETTLE_BELOW_S else 0
         for side in order:
             side.turn(settle, count)
         now = clock()
@@ -183,9 +190,9 @@ def _run_rounds(sides: list[_Side], margin: float, began: float, min_time_s: flo
             continue
         if now - began >= max_time_s:
             return now - began
-        if now - first >= look_after_s:
+        if now - first >= look_after_s and len(sides[0].wall_s) >= LEAST_ROUNDS:
             look_after_s = (now - first) * 4 / 3
             rounds = _rounds(sides)
-            interval = paired_interval([a / b for a, b in rounds])
+            interval = paired_interval([a / b for a, b in rounds], LOOK_CONFIDENCE)
             if judge(interval, total_interval_of(rounds), margin) != "cannot tell":
                 return now - began

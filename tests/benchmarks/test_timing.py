@@ -76,22 +76,32 @@ def test_a_disturbed_trial_is_made_again_until_it_is_quiet_or_given_up():
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
     """A file of records with a header, one record and half a line, and the benchmark that made it."""
-    head = {"instrument": "i", "versions": {"torch": "2"}, "machine": {"cpu_model": "c"}}
+    head = {"code": {"compare": "c", "tools": "t"}, "versions": {"torch": "2"}, "machine": {"cpu_model": "c"}}
     monkeypatch.setattr(timing, "header", lambda: head)
     path = tmp_path / "timing-x.jsonl"
-    path.write_text(json.dumps(head) + '\n{"trial": "t"}\n{"tri')
+    path.write_text(json.dumps(head) + '\n{"trial": "t", "tool": "naive"}\n{"trial": "u", "tool": "compare"}\n{"tri')
     return path
 
 
 def test_half_a_line_is_dropped(begun):
-    assert timing.resumed(begun)[1:] == [{"trial": "t"}]
-    assert begun.read_text().endswith('{"trial": "t"}\n')
+    assert [record["trial"] for record in timing.resumed(begun)[1:]] == ["t", "u"]
+    assert begun.read_text().endswith('"tool": "compare"}\n')
+
+
+def test_if_only_compare_has_changed_the_peers_records_stay(begun, monkeypatch):
+    head = timing.header()
+    monkeypatch.setattr(timing, "header", lambda: head | {"code": {"compare": "d", "tools": "t"}})
+    there, *kept = timing.resumed(begun)
+    assert there["code"]["compare"] == "d" and [record["tool"] for record in kept] == ["naive"]
+    assert len(begun.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    "change", [{"instrument": "j"}, {"versions": {"torch": "3"}}, {"machine": {"cpu_model": "d"}}], ids=str
+    "change",
+    [{"code": {"compare": "c", "tools": "u"}}, {"versions": {"torch": "3"}}, {"machine": {"cpu_model": "d"}}],
+    ids=str,
 )
-def test_records_of_another_instrument_or_machine_are_not_mixed_in(begun, monkeypatch, change):
+def test_records_of_other_tools_or_another_machine_are_not_mixed_in(begun, monkeypatch, change):
     before, head = begun.read_text(), timing.header()
     monkeypatch.setattr(timing, "header", lambda: head | change)
     with pytest.raises(SystemExit, match="move it away"):

@@ -277,6 +277,11 @@ def with_stalls(places, n=200, stall=1.0):
     return [stall if i in places else 0.1 for i in range(n)]
 
 
+def test_a_burst_has_no_period():
+    """Every second step of thirty stalls, and none of the other two hundred."""
+    assert find_stalls(with_stalls(range(100, 130, 2), n=230)).period is None
+
+
 def test_a_stall_every_twentieth_step():
     """Ten stalls of 1.0 s where 0.1 s is typical: 9.0 s of the 29.0 s."""
     stalls = find_stalls(with_stalls(range(19, 200, 20)))
@@ -294,7 +299,7 @@ def test_a_stall_every_twentieth_step():
     ids=["by a step", "by a tenth", "once by much"],
 )
 def test_a_period_may_be_off(places, period):
-    assert find_stalls(with_stalls(places)).period == period
+    assert find_stalls(with_stalls(places, n=places[-1] + 9)).period == period
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ def test_the_numbers_of_lab_01_tell_one_story():
         assert (of["steps_run"], of["steps_credited"], of["steps_run_on_short_loader"]) == (11, 10, 6)
         assert of["seen_share"] == pytest.approx(of["naive_s"] / of["synchronized_s"], rel=1e-4)
         assert of["seen_share"] < 0.1 and of["launch_share_naive"] < 0.1 and of["launch_share_waited"] > 0.9
+        assert (of["reported_over_true"], of["reported_over_true_on_short_loader"]) == (0.909, 1.667)
+        assert of["first_step_s"] > of["later_step_s"] and of["b_over_a"] > of["b_over_a_other_order"]
         assert of["startup_bias"] > 1 and of["naive_arms"] > 10 * of["true_arms"]
         assert abs(of["aa_ratio"] - 1) < 0.01 and of["planted_ratio"] == pytest.approx(1.03, abs=0.015)
         assert of["stalls_total"] > of["stalls_median"] and of["stalling_p99_s"] > 1.5 * of["step_s"]
@@ -138,9 +140,9 @@ def test_the_numbers_of_lab_01_tell_one_story():
         assert (of["samples_over_time"], of["median_rate"]) == (160, 320)
         assert of["mean_of_rates"] == pytest.approx((9 * 320 + 32 / 1.1) / 10, abs=0.05)
         mfu = [of[f"mfu_{name}"] for name in ("product", "addition", "tiny")]
-        assert mfu[0] == 1 and max(mfu[1:]) < 0.2
-        # Of a paired median only about: the rounds of the three differ.
-        assert of["gain_kept"] == pytest.approx(of["target_gain"] / of["rate_gain"], rel=0.3)
+        assert 0.6 < mfu[0] < 1.1 and max(mfu[1:]) < 0.2
+        # Of paired medians only about: seconds = samples * seconds a sample in each run, not in the medians.
+        assert of["target_gain"] == pytest.approx(of["rate_gain"] / of["samples_needed"], rel=0.3)
         calls = [of[f"calls_{name}"] for name in ("many_groups", "one_group", "one_group_plain")]
         assert calls == [1202, 212, 1002] and of["runs_flagged"] == 1
         assert of["weights_that_differ_one_group"] == of["weights_that_differ_both_changed"] == 0

@@ -37,8 +37,8 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {"01/steps_run": 11, "01/steps_credited": 10, "01/steps_run_on_short_loader": 10, "01/startup_bias": 1},
     ],
     "throughput-north-star": [
-        {"01/rate_gain": 4, "01/target_gain": 4, "01/gain_kept": 1},
-        {"01/rate_gain": 4, "01/target_gain": 1, "01/gain_kept": 0.25},
+        {"01/rate_gain": 4, "01/target_gain": 4, "01/samples_needed": 1},
+        {"01/rate_gain": 4, "01/target_gain": 1, "01/samples_needed": 4},
     ],
     "one-change": [
         {"01/groups_gain": 4, "01/both_gain": 2, "01/runs_flagged": 1},
