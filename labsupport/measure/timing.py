@@ -136,8 +136,9 @@ def compare(
     Each step is warmed up until it is steady. Rounds follow: A and B, then B and A, each a turn of some
     milliseconds. `state`, by default the modules and optimizers that the steps name, is put back between the turns
     if the steps share any of it (each goes on from where its own warm-up ended), and in any case at the end, after
-    an error too. A difference within `margin` counts as none. It stops early when the verdict is clear at 99 %;
-    benchmarks/README.md counts how often it is wrong. Raises ValueError for a step too short to time.
+    an error too. A difference within `margin` counts as none. It stops early when the verdict is clear at 99 %:
+    benchmarks/README.md counts how often that is wrong. A difference found early is a little overstated; where its
+    size matters, give more `min_time_s`. Raises ValueError for a step too short to time.
     """
     check_callable(a, b)
     check_positive(margin=margin, min_time_s=min_time_s, max_time_s=max_time_s)
