@@ -91,7 +91,7 @@ def test_no_path_of_one_machine_is_tracked():
 def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    matrix = torch.ones(64, 64)
+    matrix = torch.ones(384, 384)
     exec(example, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
     assert "n = " in capsys.readouterr().out and (tmp_path / "before.json").is_file()
 

@@ -95,7 +95,11 @@ def test_says_the_opposite_when_every_ratio_is_inverted(path):
     outcomes = [say for say in says if "about" in say]
     assert outcomes
     for say in outcomes:
-        assert branch(say, inverted) in (OPPOSITE[branch(say, records)], "cannot tell"), say["about"]
+        name = say["about"]
+        if (said := branch(say, records)) != "same":
+            assert branch(say, inverted) in (OPPOSITE[said], "cannot tell"), name
+        for factor, expected in ((4.0, "above"), (0.25, "below")):  # whatever was said, it could have been this
+            assert branch(say, records | {name: clear(records[name], factor)}) == expected, name
 
 
 def stories_of(lab: str) -> list[dict[str, float]]:
@@ -148,7 +152,11 @@ def test_the_numbers_of_lab_01_tell_one_story():
         assert of["weights_that_differ_one_group"] == of["weights_that_differ_both_changed"] == 0
 
 
-OPPOSITE = {"above": "below", "below": "above", "same": "cannot tell", "cannot tell": "cannot tell"}
+OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
+
+
+def clear(record: Record, value: float) -> Record:
+    return Record.from_dict(record.to_dict() | {"value": value, "interval": (0.95 * value, 1.05 * value)})
 
 
 def inverse(record: Record) -> Record:

@@ -382,7 +382,7 @@ LOOP = TIMED | {"losses_that_differ", "loss_after_8_steps", "batch_bytes", "para
     [
         ("measure/roofline.py", CEILINGS),
         ("train/data.py", LOOP),
-        ("measure/timing.py", RATIOS | {"bf16_speedup"}),
+        ("measure/statistics.py", RATIOS | {"bf16_speedup"}),
         ("machine.py", CEILINGS | {"bf16_speedup", "cores", "memory_allowed"}),
         ("units.py", CEILINGS | {"bf16_speedup", "cores", "memory_allowed"}),
         ("publish/lab.py", set()),
