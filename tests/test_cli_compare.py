@@ -40,7 +40,7 @@ def test_prints_verdict_numbers_and_machine(compare):
     assert first.endswith("margin 5.0%, NOT INTERLEAVED")
     assert rest[0].strip().startswith("step before: median 1.01 ms, IQR") and rest[0].endswith("n = 60")
     assert (
-        "  warning: not interleaved: all that changed between the two runs is in the ratio, not only the step" in rest
+        "  warnings: not interleaved: all that changed between the two runs is in the ratio, not only the step" in rest
     )
     assert rest[-1] == "  AMD EPYC 9V74 (avx512_bf16), 2 threads, torch 2.14.1+cpu"
     assert "(measured)" not in done.output
@@ -82,7 +82,7 @@ def test_the_margin_decides_what_counts_as_the_same(compare):
 
 def test_what_changed_between_the_runs_is_a_warning(compare):
     made(machine=replace(CPU, torch="2.11.0")).save("after.json")
-    assert "  warning: between the runs, torch 2.14.1+cpu -> 2.11.0" in compare("before.json", "after.json").output
+    assert "; between the runs, torch 2.14.1+cpu -> 2.11.0" in compare("before.json", "after.json").output
 
 
 def test_unlike_machines_are_refused(compare):

@@ -132,7 +132,8 @@ class ExperimentLog:
 
     def _repr_html_(self) -> str:
         table = self.ladder().to_html(index=False, na_rep="", float_format="{:.4g}".format)
-        return f"<!-- (measured) -->{table}"  # the mark of an output that differs from run to run
+        # The mark of what differs from run to run, which hides its line: so the table is one line.
+        return f"<!-- (measured) -->{table}".replace("\n", "")
 
     def __repr__(self) -> str:
         # The name alone: a notebook that is published should not tell where somebody keeps their files.

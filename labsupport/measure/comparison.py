@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from labsupport.machine import Machine
-from labsupport.measure.measurement import Measurement
+from labsupport.measure.measurement import Measurement, warnings_line
 from labsupport.measure.statistics import block_interval, paired_interval, spread
 from labsupport.measure.stopwatch import check_positive
 
@@ -128,7 +128,7 @@ class Comparison:
 
     @property
     def lines(self) -> list[str]:
-        """What it says, line by line: the verdict, both timings, the warnings, the machine."""
+        """What it says, always in five lines: the verdict, both timings, the warnings, the machine."""
         a, b = self.names
         sentence = {
             "faster": f"{b} is faster than {a}",
@@ -141,7 +141,7 @@ class Comparison:
         return [
             f"{sentence}: time of {a} / time of {b} = {ratio}, margin {self.margin:.1%}, {how}",
             *(each.lines[0] for each in (self.a, self.b)),
-            *(f"warning: {warning}" for warning in self.warnings),
+            warnings_line(self.warnings),
             self.b.lines[-1],
         ]
 

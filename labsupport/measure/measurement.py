@@ -25,6 +25,11 @@ KINDS = {
 }
 
 
+def warnings_line(warnings: tuple[str, ...]) -> str:
+    """One line, however many there are: a notebook's outputs are compared line by line with those of another run."""
+    return "warnings: " + ("; ".join(warnings) or "none")
+
+
 @dataclass(frozen=True, repr=False)
 class Measurement:
     """Timings of one step, each kept, with the machine that made them.
@@ -119,7 +124,7 @@ class Measurement:
 
     @property
     def lines(self) -> list[str]:
-        """What it says, line by line: the timing, the warm-up, the warnings, the machine."""
+        """What it says, always in four lines: the timing, the warm-up, the warnings, the machine."""
         machine = self.machine
         where = machine.device if machine.profile == "cuda" else f"{machine.cpu_model} ({machine.isa})"
         threads = f"{machine.threads} {'thread' if machine.threads == 1 else 'threads'}"
@@ -128,7 +133,7 @@ class Measurement:
             f"IQR {format_seconds(self.iqr_s)} ({self.spread:.1%}), "
             f"p99 {format_seconds(self.percentile_s(99))}, n = {self.n}",
             f"dropped {len(self.dropped_s)} of {len(self.dropped_s) + self.n} steps: {self.warmup.reason}",
-            *(f"warning: {warning}" for warning in self.warnings),
+            warnings_line(self.warnings),
             f"{where}, {threads}, torch {machine.torch}",
         ]
 

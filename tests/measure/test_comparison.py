@@ -108,7 +108,7 @@ def test_the_first_line_is_the_verdict(a_s, verdict, sentence):
 def test_the_repr_has_both_sides_and_the_machine_once():
     lines = repr(interleaved([(2.0, 1.0)] * 30)).splitlines()
     assert [line.split(",")[0].strip() for line in lines[1:]] == [
-        "A: median 2.00 s", "B: median 1.00 s", "AMD EPYC 9V74 (avx512_bf16)"
+        "A: median 2.00 s", "B: median 1.00 s", "warnings: none (measured)", "AMD EPYC 9V74 (avx512_bf16)"
     ]  # fmt: skip
     assert all(line.endswith(" (measured)") and line.count("(measured)") == 1 for line in lines)
 

@@ -93,7 +93,7 @@ def test_the_repr_says_median_spread_n_and_where():
     assert repr(CALM).splitlines() == [
         "forward: median 5.00 s, IQR 4.00 s (80.0%), p99 8.92 s, n = 9 (measured)",
         "  dropped 1 of 10 steps: took 12x of a steady one (measured)",
-        "  warning: the middle half of the steps spreads over 80% of the median (measured)",
+        "  warnings: the middle half of the steps spreads over 80% of the median (measured)",
         "  AMD EPYC 9V74 (avx512_bf16), 2 threads, torch 2.14.1+cpu (measured)",
     ]
 
