@@ -35,7 +35,8 @@ TURN_S = 0.002
 # stall in timed steps twice as often as it should, or never.
 SETTLE_BELOW_S = 0.1
 SETTLE_STEPS = (1, 2)
-# Every look is a chance to be wrong: about seven of them, each this sure, are together as sure as one at 95 %.
+# Every look is a chance to see a difference that is none: about seven of them, each this sure, are together as sure as
+# one at 95 %. "Same" needs no such care: no interval fits into the margin by chance while the noise is large.
 LOOK_CONFIDENCE = 0.99
 LEAST_ROUNDS = 8  # of six or seven not even the smallest and the largest enclose the median so surely
 # On CUDA a turn begins with an empty queue; only a longer one shows the host running ahead, as it does in training.
@@ -136,9 +137,9 @@ def compare(
     Each step is warmed up until it is steady. Rounds follow: A and B, then B and A, each a turn of some
     milliseconds. `state`, by default the modules and optimizers that the steps name, is put back between the turns
     if the steps share any of it (each goes on from where its own warm-up ended), and in any case at the end, after
-    an error too. A difference within `margin` counts as none. It stops early when the verdict is clear at 99 %:
-    benchmarks/README.md counts how often that is wrong. A difference found early is a little overstated; where its
-    size matters, give more `min_time_s`. Raises ValueError for a step too short to time.
+    an error too. A difference within `margin` counts as none. It stops early when the verdict is clear (a difference:
+    at 99 %); benchmarks/README.md counts how often that is wrong. A difference found early is a little overstated;
+    where its size matters, give more `min_time_s`. Raises ValueError for a step too short to time.
     """
     check_callable(a, b)
     check_positive(margin=margin, min_time_s=min_time_s, max_time_s=max_time_s)
@@ -194,6 +195,7 @@ def _run_rounds(sides: list[_Side], margin: float, began: float, min_time_s: flo
         if now - first >= look_after_s and len(sides[0].wall_s) >= LEAST_ROUNDS:
             look_after_s = (now - first) * 4 / 3
             rounds = _rounds(sides)
-            interval = paired_interval([a / b for a, b in rounds], LOOK_CONFIDENCE)
-            if judge(interval, total_interval_of(rounds), margin) != "cannot tell":
+            ratios, total = [a / b for a, b in rounds], total_interval_of(rounds)
+            verdicts = [judge(paired_interval(ratios, sure), total, margin) for sure in (0.95, LOOK_CONFIDENCE)]
+            if verdicts[0] == "same" or verdicts[1] != "cannot tell":
                 return now - began
