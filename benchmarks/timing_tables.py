@@ -187,7 +187,7 @@ def settling(records: Records) -> str:
             continue
         false = sum(is_false(verdict, "same") for verdict, _ in trials)
         ratios = np.array([record["ratio"] for _, record in trials])
-        name = {"compare": "one untimed step"}.get(rule, "none")
+        name = {"compare": "one or two untimed steps"}.get(rule, "none")
         worst = percent(float(np.abs(ratios - 1).max()))
         bound, sd = percent(wilson(false, len(trials))[1]), percent(float(ratios.std()), 2)
         rows.append((name, len(trials), false, bound, sd, worst, seconds_of(trials)[0]))
