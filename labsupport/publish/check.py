@@ -135,6 +135,8 @@ def _judge(lab: str, record: Record, entry: Entry, base: str, own: bool) -> Row:
 def _judge_ratio(lab: str, record: Record, entry: Entry, base: str, own: bool) -> Row:
     if own and entry.band:
         low, high = entry.band
+        if record.at_least is not None and record.bound_applies:  # true anywhere, so here too: a band may be wider
+            low = max(low, record.at_least)
         held = low <= record.value <= high
         return _row(lab, record, entry.record, "held" if held else "broken", f"band {low:.3g} to {high:.3g}")
     if own:

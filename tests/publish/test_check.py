@@ -227,6 +227,15 @@ def test_on_other_machines_a_ratio_keeps_its_bound_where_that_applies(scene, mac
     assert ("at least 1.5 anywhere" in row.why) == applies
 
 
+@pytest.mark.parametrize("value, outcome", [(1.7, "broken"), (2.0, "held"), (3.1, "broken")])
+def test_a_bound_holds_on_the_publishing_family_too(scene, value, outcome):
+    """Inside the band from 1.5 to 3 is not enough where 1.9 is kept on every machine."""
+    scene.commit(r={"at_least": 1.9})
+    scene.run(r={"value": value, "at_least": 1.9})
+    assert (scene.check().ok, scene.row("r").outcome) == (outcome == "held", outcome)
+    assert scene.row("r").why.startswith("band 1.9 to 3")
+
+
 @pytest.mark.parametrize("at_least", [None, 1.5, 2.5], ids=["no bound", "bound kept", "bound broken"])
 def test_a_ratio_without_a_band_is_new_on_the_publishing_family_whatever_its_bound(scene, at_least):
     scene.commit(bands={}, r={"at_least": at_least})
