@@ -29,10 +29,10 @@ from labsupport.measure.stopwatch import (
 # disturbance that both steps of a round see leaves their ratio alone (benchmarks/README.md has the noise by length
 # of turn).
 TURN_S = 0.002
-# Steps shorter than this are run once or twice, untimed, after each switch. The other step left the caches and the
-# allocator in its own state: without the untimed step, identical steps came out up to 5 % apart, each time with great
-# certainty. How often is drawn by lot, the same for both: else a step that stalls every twentieth time would
-# stall in timed steps twice as often as it should, or never.
+# Steps shorter than this are run once or twice, untimed, after each switch: the other step left the caches and the
+# allocator in its own state, and who pays for that is no matter of chance. In the benchmark's trials it made no false
+# verdict, but twice the time to reach one. How often is drawn by lot, the same for both: else a step that stalls
+# every twentieth time would stall in timed steps twice as often as it should, or never.
 SETTLE_BELOW_S = 0.1
 SETTLE_STEPS = (1, 2)
 # Every look is a chance to see a difference that is none: about seven of them, each this sure, are together as sure as
