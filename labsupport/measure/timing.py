@@ -31,7 +31,7 @@ from labsupport.measure.stopwatch import (
 TURN_S = 0.002
 # Steps shorter than this are run once or twice, untimed, after each switch: the other step left the caches and the
 # allocator in its own state, and who pays for that is no matter of chance. In the benchmark's trials it made no false
-# verdict, but twice the time to reach one. How often is drawn by lot, the same for both: else a step that stalls
+# verdict, but took longer to reach one. How often is drawn by lot, the same for both: else a step that stalls
 # every twentieth time would stall in timed steps twice as often as it should, or never.
 SETTLE_BELOW_S = 0.1
 SETTLE_STEPS = (1, 2)

@@ -1,0 +1,300 @@
+"""Every allocation followed, from the operation that made it to the moment it is freed.
+
+This is the one place that uses PyTorch's private interfaces for it: dispatch modes, the number of the running
+backward, and autograd's sequence numbers.
+"""
+
+import os
+import threading
+from bisect import bisect_right
+from contextlib import ExitStack
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from labsupport.measure.storages import Storage, Watched, described, innermost_line, parts_of, storages_of, tensors_in
+from labsupport.units import format_bytes
+
+running_backward = torch._C._current_graph_task_id  # -1 outside of one
+running_node = torch._C._current_autograd_node
+next_sequence = torch.autograd._get_sequence_nr
+
+PHASES = FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+CUDA_ROUNDING = 512  # kMinBlockSize in c10/cuda/CUDACachingAllocator.h
+
+
+class StorageLog(TorchDispatchMode):
+    """A dispatch mode that logs the storages which this thread's operations make, use and free on one device.
+
+    `events` are (number of the storage, change in bytes), in order. `marks` are (how many events came before, what
+    happened): a phase began, the outermost module "returned", an optimizer made a "step". Bytes are those asked
+    for on a CPU, and rounded as the caching allocator rounds on CUDA. With a `ceiling` in bytes, an operation that
+    passes it raises torch.OutOfMemoryError, and what it made is dropped.
+    """
+
+    KIND: type = torch.Tensor  # of these the storages are followed
+
+    def __init__(self, device: torch.device, *, ceiling: int | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.ceiling = ceiling
+        self.storages: list[Storage] = []
+        self.events: list[tuple[int, int]] = []
+        self.marks: list[tuple[int, str]] = []
+        self.live_bytes = self.peak_bytes = self.steps = 0
+        self.refused: tuple[int, Storage] | None = None  # what last passed the ceiling, after how many events
+        self._rounding = CUDA_ROUNDING if device.type == "cuda" else 1
+        self._live: dict[int, Watched] = {}
+        self._phase = FORWARD
+        self._optimizing = self._on = False
+        self._modules: list[str] = []  # that run now, the innermost last
+        self._made_by: list[tuple[int, str]] = [(-1, "")]  # from this autograd node on, the module
+        self._module_names: dict[int, str] = {}
+        self._parameter_names = WeakTensorKeyDictionary()
+        self._skipped: dict[CodeType, bool] = {}
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._hooks = ExitStack()
+        self._outer: TorchDispatchMode | None = None
+
+    def __enter__(self) -> "StorageLog":
+        for hook in (
+            register_module_forward_pre_hook(self._module_begins),
+            register_module_forward_hook(self._module_returns, always_call=True),
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_returns),
+        ):
+            self._hooks.callback(hook.remove)
+        self._on = True
+        for parameter in list(self._parameter_names):
+            self._hook(parameter)
+        self._outer = _get_current_dispatch_mode()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.close()
+
+    def close(self) -> None:
+        """Follow nothing any more: what is freed from now on is not logged."""
+        self._hooks.close()
+        self._live.clear()
+
+    def pause(self) -> bool:
+        """Cost nothing until `resume()`: only what was seen so far is followed. False, and nothing done, where
+        another dispatch mode began meanwhile: the modes are a stack."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        super().__exit__(None, None, None)
+        self._hooks.close()
+        self._modules.clear()
+        self._on = self._optimizing = False
+        return True
+
+    def resume(self) -> bool:
+        """Go on after `pause()`; False, and nothing done, where another dispatch mode began meanwhile."""
+        if _get_current_dispatch_mode() is not self._outer:
+            return False
+        self.__enter__()
+        return True
+
+    def mark(self, what: str) -> None:
+        self.marks.append((len(self.events), what))
+
+    # What the caller, or a hook, knows about tensors.
+
+    def know_module(self, module: torch.nn.Module) -> None:
+        """Its parts by their names, and its parameters, buffers and gradients."""
+        for name, part in module.named_modules():
+            self._module_names.setdefault(id(part), name or type(part).__name__)
+        for name, parameter in module.named_parameters():
+            self._know_parameter(parameter, name)
+        for name, buffer in module.named_buffers():
+            self.know(buffer, "buffer", name)
+
+    def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its parameters, and the state it has."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._know_parameter(parameter)
+        for parameter, state in optimizer.state.items():
+            name = self._parameter_names.get(parameter, "") if isinstance(parameter, torch.Tensor) else ""
+            for tensor in tensors_in(state):
+                self.know(tensor, "optimizer state", name)
+
+    def _know_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
+        if parameter.grad is not None:
+            self.know(parameter.grad, "gradient", self._parameter_names.get(parameter, name))
+        if parameter in self._parameter_names:
+            return
+        self._parameter_names[parameter] = name
+        self.know(parameter, "parameter", name)
+        if self._on:
+            self._hook(parameter)
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and parameter.is_leaf:
+            self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._know_parameter).remove)
+
+    def know(self, tensor: torch.Tensor, role: str, name: str = "") -> None:
+        """Say what a tensor is; that holds from when it was made. What it was called before is not changed."""
+        self._use(tensor)
+        for storage in storages_of(tensor):
+            watched = self._live.get(id(storage))
+            if watched is not None and not (known := self.storages[watched.number]).role:
+                known.role, known.name = role, name
+
+    # What happens around the operations.
+
+    def _here(self) -> bool:
+        """Hooks are global: not another thread's modules, save those of a backward, and not a forked worker's."""
+        same_thread = threading.get_ident() == self._thread or running_backward() >= 0
+        return same_thread and os.getpid() == self._process
+
+    def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
+        if not self._here():
+            return
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise RuntimeError(
+                f"{type(module).__name__} is compiled, and a compiled module silently runs eager while its bytes are "
+                "counted: give the model as it was before torch.compile, or measure the compiled one on CUDA with "
+                "torch.cuda.max_memory_allocated()"
+            )
+        self._modules.append(self._module_names.get(id(module)) or type(module).__name__)
+        self._made_by.append((next_sequence(), self._modules[-1]))
+
+    def _module_returns(self, module: torch.nn.Module, *_: Any) -> None:
+        if not self._here() or not self._modules:
+            return
+        self._modules.pop()
+        self._made_by.append((next_sequence(), self._modules[-1] if self._modules else ""))
+        if not self._modules:
+            self.mark("returned")
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._here():
+            self.know_optimizer(optimizer)
+            self._optimizing = True
+
+    def _optimizer_returns(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._here():
+            self.know_optimizer(optimizer)
+            self._optimizing = False
+            self.steps += 1
+            self.mark("step")
+
+    def _turn(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self.mark(phase)
+
+    # The operations.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if os.getpid() != self._process:  # a forked loader worker inherits the mode
+            return func(*args, **kwargs)
+        if types and any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a wrapper (DTensor): its own dispatch comes first, and we see what it runs inside
+        if running_backward() >= 0:
+            self._turn(BACKWARD)
+        else:
+            self._turn(OPTIMIZER if self._optimizing and not self._modules else FORWARD)
+        kind = self.KIND
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(each, kind):
+                self._use(each)
+            elif isinstance(each, list | tuple):
+                for inner in each:
+                    if isinstance(inner, kind):
+                        self._use(inner)
+        out = func(*args, **kwargs)
+        for each in self._results(func, args, out):
+            for inner in each if isinstance(each, list) else (each,):
+                if isinstance(inner, kind):
+                    self._use(inner, func, args)
+        return out
+
+    def _results(self, func: Any, args: Any, out: Any) -> Any:
+        """What an operation gives."""
+        return out if isinstance(out, list | tuple) else (out,)
+
+    def _resized(self, storage: torch.UntypedStorage, watched: Watched) -> int:
+        """The bytes of a storage that an operation gives again: in place, it may have got another size."""
+        return storage.nbytes()
+
+    def _nbytes(self, storage: torch.UntypedStorage, func: Any, args: Any) -> int:
+        """The bytes of one storage that an operation gives."""
+        return storage.nbytes()
+
+    def _use(self, tensor: Any, made_by: Any = "", args: Any = ()) -> None:
+        """A tensor that an operation takes, or gives: then it is `made_by` that."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse
+            for part in parts_of(tensor):
+                self._use(part, made_by, args)
+            return
+        watched = self._live.get(id(storage))
+        if watched is None:
+            self._add(tensor, storage, made_by, args)
+        elif made_by and watched.nbytes != (nbytes := self._rounded(self._resized(storage, watched))):
+            change, watched.nbytes = nbytes - watched.nbytes, nbytes
+            self._change(watched.number, change)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._rounding) * self._rounding
+
+    def _add(self, tensor: torch.Tensor, storage: torch.UntypedStorage, made_by: Any, args: Any) -> None:
+        nbytes = self._rounded(self._nbytes(storage, made_by, args))
+        at = tensor.device
+        if not nbytes or at.type != self.device.type or self.device.index not in (None, at.index):
+            return
+        source, seeding = innermost_line(self._skipped)
+        new = Storage(
+            nbytes,
+            op=str(made_by),
+            phase=BACKWARD if seeding else self._phase,  # backward() makes the first gradient before it begins
+            step=self.steps,
+            module=self._module(),
+            source=source,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            needs_grad=any(each.requires_grad for each in tensors_in(args)) if made_by else tensor.requires_grad,
+            inside=bool(self._modules),
+            found=not made_by,
+        )
+        if self.ceiling is not None and self.live_bytes + nbytes > self.ceiling:
+            self.refused = len(self.events), new
+            raise torch.OutOfMemoryError(
+                f"Emulated CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {described(new)}: "
+                f"{format_bytes(self.live_bytes)} of a budget of {format_bytes(self.ceiling)} are in use."
+            )
+        watched = Watched(storage, self._gone)
+        watched.key, watched.number, watched.nbytes = id(storage), len(self.storages), nbytes
+        self._live[watched.key] = watched
+        self.storages.append(new)
+        self._change(watched.number, nbytes)
+
+    def _gone(self, watched: Any) -> None:
+        if self._live.pop(watched.key, None) is None:
+            return  # freed after the log was closed
+        if running_backward() >= 0:
+            self.storages[watched.number].freed_in_backward = True
+        self._change(watched.number, -watched.nbytes)
+
+    def _change(self, number: int, change: int) -> None:
+        self.events.append((number, change))
+        self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _module(self) -> str:
+        """The module that runs; in a backward, the one whose forward made the node that runs."""
+        if self._modules or self._phase != BACKWARD or (node := running_node()) is None:
+            return self._modules[-1] if self._modules else ""
+        return self._made_by[bisect_right(self._made_by, node._sequence_nr(), key=lambda each: each[0]) - 1][1]

@@ -1,0 +1,115 @@
+"""What is known of one storage, and which storages a nest of tensors has."""
+
+import linecache
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+# A tensor's source line is the innermost one outside of these: not torch's, and not ours.
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+@dataclass(slots=True)
+class Storage:
+    """What is known of one storage. The tensor is not held.
+
+    `role` is "" until something says what it is ("parameter", "buffer", "gradient", "optimizer state"); `name` is
+    then the parameter's. `inside`: made while a module ran. `found`: an operation used it, and none had made it.
+    """
+
+    nbytes: int
+    op: str
+    phase: str
+    step: int
+    module: str
+    source: tuple[str, int]  # file and line
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    inside: bool
+    found: bool
+    role: str = ""
+    name: str = ""
+    freed_in_backward: bool = False
+
+
+class Watched(weakref.ref):
+    """A weak reference to a storage that is live, with its number in the log."""
+
+    __slots__ = ("key", "number", "nbytes")
+    key: int
+    number: int
+    nbytes: int
+
+
+def innermost_line(skipped: dict[CodeType, bool]) -> tuple[tuple[str, int], bool]:
+    """File and line of the innermost frame that is neither torch's nor ours, and whether backward() makes its first
+    gradient. `skipped` remembers which code is whose."""
+    frame: FrameType | None = sys._getframe(1)
+    seeding = False
+    while frame is not None:
+        code = frame.f_code
+        ours = skipped.get(code)
+        if ours is None:
+            ours = skipped[code] = code.co_filename.startswith(OURS)
+        if not ours:
+            return (code.co_filename, frame.f_lineno), seeding
+        seeding = seeding or code.co_name == "_make_grads"
+        frame = frame.f_back
+    return ("", 0), seeding
+
+
+def described(storage: Storage) -> str:
+    """What made it, where: "aten::mm in layer1.0, train.py line 12"."""
+    file, line = storage.source
+    where = f", {source_line(file, line)}" if file else ""
+    made = storage.op.rpartition(".")[0] or storage.role or "a tensor that was there"
+    return f"{made}{' in ' + storage.module if storage.module else ''}{where}"
+
+
+def source_line(file: str, line: int) -> str:
+    """A source line for people. A notebook's cell has a made-up file name: there the text of the line tells more."""
+    text = linecache.getline(file, line).strip()
+    name = "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+    return f"{name} line {line}" + (f": {text}" if text else "")
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings, sequences and dataclasses, as batches, arguments and optimizer state are."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from tensors_in(value)
+    elif isinstance(thing, list | tuple | set | frozenset):
+        for item in thing:
+            yield from tensors_in(item)
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        for field in fields(thing):
+            yield from tensors_in(getattr(thing, field.name))
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a sparse one consists of; none of an opaque one (mkldnn), whose bytes nobody tells."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor's values; views share theirs with their base."""
+    try:
+        yield tensor.untyped_storage()
+    except NotImplementedError:
+        for part in parts_of(tensor):
+            yield from storages_of(part)
