@@ -100,11 +100,17 @@ def test_no_path_of_one_machine_is_tracked():
 
 
 def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    timing, memory = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     matrix = torch.ones(384, 384)
-    exec(example, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
+    exec(timing, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
     assert "n = " in capsys.readouterr().out and (tmp_path / "before.json").is_file()
+    made = {
+        "make_model": lambda: torch.nn.Linear(4, 1),
+        "make_batch": lambda n, device: torch.ones(n, 4, device=device),
+    }
+    exec(memory, {"torch": torch, "loss_of": lambda model, batch: model(batch).mean(), **made})
+    assert "optimizer state" in capsys.readouterr().out
 
 
 def test_readme_has_the_generated_table_of_labs():

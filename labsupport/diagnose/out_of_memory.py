@@ -1,6 +1,6 @@
 """An out-of-memory error that says what was in the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ FIRST_STEPS = 2  # are watched: the second has the optimizer's state
 LARGEST, GROWN = 5, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OutOfMemoryReport:
     """What was in the way when memory ran out.
 
@@ -46,7 +46,7 @@ class OutOfMemoryReport:
         when = f"when step {self.step} ran out of memory" if self.at_the_error else "at the peak of the watched steps"
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
         said = [f"Live {when}: {parts or 'nothing that was seen'}.", "The largest of it:"]
-        said += [f"  {each}; {each.source}" for each in self.largest]
+        said += [f"  {each}" for each in self.largest]
         said += ["Left behind since the first steps:"] if self.growth else []
         said += [f"  {each}" for each in self.growth]
         if self.limit_bytes is not None:
@@ -54,8 +54,11 @@ class OutOfMemoryReport:
             said.append(f"The largest batch in {format_bytes(self.limit_bytes)}: {batch} ({self.batch_from}).")
         return tuple(said)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self.lines)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"application/vnd.labsupport.memory+json": {"step": self.step}, "text/plain": repr(self)}
 
 
 @contextmanager
@@ -118,7 +121,7 @@ class _Watch:
         asked = log.refused[1].nbytes if log.refused else 0
         parts = timeline.at(position)
         iterations = len(ledger.iterations)
-        grown = ledger.growth(since=FIRST_STEPS)[:GROWN] if iterations > FIRST_STEPS else []
+        grown = ledger.growth(since=FIRST_STEPS)[:GROWN] if iterations > FIRST_STEPS else ()
         limit = log.ceiling
         if limit is None and ledger.device.type == "cuda":
             limit = torch.cuda.mem_get_info(ledger.device)[1]
@@ -138,7 +141,7 @@ def _planned(workload: Workload, recipe: Recipe | None, kind: str, limit: int) -
         return None, f"there is no plan: {error}"
 
 
-def _estimated(live: list[LiveTensor], parts: dict[str, int], asked: int, limit: int) -> tuple[int | None, str]:
+def _estimated(live: Sequence[LiveTensor], parts: dict[str, int], asked: int, limit: int) -> tuple[int | None, str]:
     """As if everything but the inputs, activations and temporaries were there at any batch size."""
     samples = next((each.shape[0] for each in live if each.category == INPUT and each.shape), None)
     scaled = asked + sum(parts[name] for name in (INPUT, ACTIVATION, TEMPORARY))

@@ -1,12 +1,11 @@
 """Every allocation followed, from the operation that made it to the moment it is freed.
 
-This is the one place that uses PyTorch's private interfaces for it: dispatch modes, the number of the running
-backward, and autograd's sequence numbers.
+This and `modules` are the places that use PyTorch's private interfaces: dispatch modes and the number of the running
+backward.
 """
 
 import os
 import threading
-from bisect import bisect_right
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
@@ -17,12 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from labsupport.measure.modules import RunningModules
 from labsupport.measure.storages import Storage, Watched, described, innermost_line, parts_of, storages_of, tensors_in
 from labsupport.units import format_bytes
 
 running_backward = torch._C._current_graph_task_id  # -1 outside of one
-running_node = torch._C._current_autograd_node
-next_sequence = torch.autograd._get_sequence_nr
 
 PHASES = FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 CUDA_ROUNDING = 512  # kMinBlockSize in c10/cuda/CUDACachingAllocator.h
@@ -51,29 +49,20 @@ class StorageLog(TorchDispatchMode):
         self._rounding = CUDA_ROUNDING if device.type == "cuda" else 1
         self._live: dict[int, Watched] = {}
         self._phase = FORWARD
-        self._optimizing = self._on = False
-        self._modules: list[str] = []  # that run now, the innermost last
-        self._made_by: list[tuple[int, str]] = [(-1, "")]  # from this autograd node on, the module
-        self._module_names: dict[int, str] = {}
+        self._on = self._recomputing = False
+        self._optimizing: torch.optim.Optimizer | None = None
+        self.modules = RunningModules()
         self._parameter_names = WeakTensorKeyDictionary()
         self._skipped: dict[CodeType, bool] = {}
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._hooks = ExitStack()
+        self._hooks, self._optimizer_hooks = ExitStack(), ExitStack()
         self._outer: TorchDispatchMode | None = None
 
     def __enter__(self) -> "StorageLog":
-        for hook in (
-            register_module_forward_pre_hook(self._module_begins),
-            register_module_forward_hook(self._module_returns, always_call=True),
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_returns),
-        ):
-            self._hooks.callback(hook.remove)
-        self._on = True
-        for parameter in list(self._parameter_names):
-            self._hook(parameter)
+        self._optimizer_hooks.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+        self._optimizer_hooks.callback(register_optimizer_step_post_hook(self._optimizer_returns).remove)
         self._outer = _get_current_dispatch_mode()
-        super().__enter__()
+        self.resume()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -82,7 +71,11 @@ class StorageLog(TorchDispatchMode):
 
     def close(self) -> None:
         """Follow nothing any more: what is freed from now on is not logged."""
+        if self._optimizing is not None:  # ended by an error: what state it has made is state
+            self.know_optimizer(self._optimizing)
+        self.know_gradients()
         self._hooks.close()
+        self._optimizer_hooks.close()
         self._live.clear()
 
     def pause(self) -> bool:
@@ -92,15 +85,21 @@ class StorageLog(TorchDispatchMode):
             return False
         super().__exit__(None, None, None)
         self._hooks.close()
-        self._modules.clear()
-        self._on = self._optimizing = False
+        self.modules.clear()
+        self._on = False
         return True
 
     def resume(self) -> bool:
         """Go on after `pause()`; False, and nothing done, where another dispatch mode began meanwhile."""
         if _get_current_dispatch_mode() is not self._outer:
             return False
-        self.__enter__()
+        self._hooks.callback(register_module_forward_pre_hook(self._module_begins).remove)
+        self._hooks.callback(register_module_forward_hook(self._module_returns, always_call=True).remove)
+        self._on = True
+        for parameter in list(self._parameter_names):
+            self._hook(parameter)
+        super().__enter__()
+        self.mark(FORWARD)
         return True
 
     def mark(self, what: str) -> None:
@@ -110,8 +109,7 @@ class StorageLog(TorchDispatchMode):
 
     def know_module(self, module: torch.nn.Module) -> None:
         """Its parts by their names, and its parameters, buffers and gradients."""
-        for name, part in module.named_modules():
-            self._module_names.setdefault(id(part), name or type(part).__name__)
+        self.modules.know(module)
         for name, parameter in module.named_parameters():
             self._know_parameter(parameter, name)
         for name, buffer in module.named_buffers():
@@ -137,13 +135,18 @@ class StorageLog(TorchDispatchMode):
         if self._on:
             self._hook(parameter)
 
+    def know_gradients(self) -> None:
+        """Look again: DDP exchanges gradients for views of its buckets after they came."""
+        for parameter in list(self._parameter_names) if self._on else ():
+            self._know_parameter(parameter)
+
     def _hook(self, parameter: torch.Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf:
             self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._know_parameter).remove)
 
     def know(self, tensor: torch.Tensor, role: str, name: str = "") -> None:
         """Say what a tensor is; that holds from when it was made. What it was called before is not changed."""
-        self._use(tensor)
+        self._use(tensor, None)
         for storage in storages_of(tensor):
             watched = self._live.get(id(storage))
             if watched is not None and not (known := self.storages[watched.number]).role:
@@ -154,57 +157,56 @@ class StorageLog(TorchDispatchMode):
     def _here(self) -> bool:
         """Hooks are global: not another thread's modules, save those of a backward, and not a forked worker's."""
         same_thread = threading.get_ident() == self._thread or running_backward() >= 0
-        return same_thread and os.getpid() == self._process
+        return self._on and same_thread and os.getpid() == self._process
 
     def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
-        if not self._here():
-            return
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-            raise RuntimeError(
-                f"{type(module).__name__} is compiled, and a compiled module silently runs eager while its bytes are "
-                "counted: give the model as it was before torch.compile, or measure the compiled one on CUDA with "
-                "torch.cuda.max_memory_allocated()"
-            )
-        self._modules.append(self._module_names.get(id(module)) or type(module).__name__)
-        self._made_by.append((next_sequence(), self._modules[-1]))
+        if self._here():
+            if not self.modules and module not in self.modules.names:
+                self.know_module(module)
+            self.modules.begins(module)
 
-    def _module_returns(self, module: torch.nn.Module, *_: Any) -> None:
-        if not self._here() or not self._modules:
-            return
-        self._modules.pop()
-        self._made_by.append((next_sequence(), self._modules[-1] if self._modules else ""))
-        if not self._modules:
-            self.mark("returned")
+    def _module_returns(self, *_: Any) -> None:
+        if self._here() and self.modules:
+            self.modules.returns()
+            if not self.modules:
+                self.mark("returned")
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._here():
             self.know_optimizer(optimizer)
-            self._optimizing = True
+            self._optimizing = optimizer
 
     def _optimizer_returns(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._here():
             self.know_optimizer(optimizer)
-            self._optimizing = False
+            self._optimizing = None
             self.steps += 1
             self.mark("step")
 
     def _turn(self, phase: str) -> None:
-        if phase != self._phase:
-            self._phase = phase
-            self.mark(phase)
+        if phase == self._phase:
+            return
+        if self._phase == BACKWARD:
+            self.know_gradients()
+        self._phase = phase
+        self.mark(phase)
 
     # The operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if os.getpid() != self._process:  # a forked loader worker inherits the mode
+        if os.getpid() != self._process or func.namespace == "profiler":  # a forked loader worker inherits the mode
             return func(*args, **kwargs)
         if types and any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a wrapper (DTensor): its own dispatch comes first, and we see what it runs inside
+        recording = torch.is_grad_enabled()
         if running_backward() >= 0:
             self._turn(BACKWARD)
-        else:
-            self._turn(OPTIMIZER if self._optimizing and not self._modules else FORWARD)
+            if self._recomputing and not recording:  # a checkpoint has run its part of the forward again
+                self.mark("returned")
+            self._recomputing = recording
+        else:  # a closure of the optimizer records, the optimizer itself does not
+            self._turn(FORWARD if recording or self._optimizing is None or self.modules else OPTIMIZER)
         kind = self.KIND
         for each in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(each, kind):
@@ -233,7 +235,7 @@ class StorageLog(TorchDispatchMode):
         return storage.nbytes()
 
     def _use(self, tensor: Any, made_by: Any = "", args: Any = ()) -> None:
-        """A tensor that an operation takes, or gives: then it is `made_by` that."""
+        """A tensor that an operation takes, or gives (then it is `made_by` that), or that is only known (None)."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # sparse
@@ -243,7 +245,9 @@ class StorageLog(TorchDispatchMode):
         watched = self._live.get(id(storage))
         if watched is None:
             self._add(tensor, storage, made_by, args)
-        elif made_by and watched.nbytes != (nbytes := self._rounded(self._resized(storage, watched))):
+        elif not made_by:
+            self.storages[watched.number].last_step = self.steps
+        elif watched.nbytes != (nbytes := self._rounded(self._resized(storage, watched))):
             change, watched.nbytes = nbytes - watched.nbytes, nbytes
             self._change(watched.number, change)
 
@@ -255,18 +259,19 @@ class StorageLog(TorchDispatchMode):
         at = tensor.device
         if not nbytes or at.type != self.device.type or self.device.index not in (None, at.index):
             return
-        source, seeding = innermost_line(self._skipped)
+        source, seeding = innermost_line(self._skipped) if made_by is not None else (("", 0), False)
         new = Storage(
             nbytes,
-            op=str(made_by),
+            op=str(made_by or ""),
             phase=BACKWARD if seeding else self._phase,  # backward() makes the first gradient before it begins
             step=self.steps,
-            module=self._module(),
+            last_step=self.steps,
+            module=self.modules.current(backward=self._phase == BACKWARD),
             source=source,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             needs_grad=any(each.requires_grad for each in tensors_in(args)) if made_by else tensor.requires_grad,
-            inside=bool(self._modules),
+            inside=bool(self.modules) or (self._phase == BACKWARD and self._recomputing),
             found=not made_by,
         )
         if self.ceiling is not None and self.live_bytes + nbytes > self.ceiling:
@@ -292,9 +297,3 @@ class StorageLog(TorchDispatchMode):
         self.events.append((number, change))
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _module(self) -> str:
-        """The module that runs; in a backward, the one whose forward made the node that runs."""
-        if self._modules or self._phase != BACKWARD or (node := running_node()) is None:
-            return self._modules[-1] if self._modules else ""
-        return self._made_by[bisect_right(self._made_by, node._sequence_nr(), key=lambda each: each[0]) - 1][1]

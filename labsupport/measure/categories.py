@@ -28,7 +28,8 @@ def spans_of(log: StorageLog) -> list[Span]:
         end, begin = (_first_after(birth, positions) for positions in (ends, begins))
         first = _first_category(storage, outlives_forward=end is not None and end <= death)
         span = [(0, first)]
-        if begin is not None and begin <= death and not (storage.found and first == INPUT):
+        still_an_input = first == INPUT and (storage.found or storage.last_step > storage.step)
+        if begin is not None and begin <= death and not still_an_input:
             span.append((begin, ACTIVATION if storage.freed_in_backward else KEPT))
         spans.append(span)
     return spans

@@ -2,8 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,85 +9,11 @@ import torch
 
 from labsupport.measure.allocations import PHASES, StorageLog
 from labsupport.measure.categories import CATEGORIES, INPUT, UNTRACKED, changes_of, spans_of
-from labsupport.measure.storages import source_line, tensors_in
+from labsupport.measure.live import Growth, Listing, LiveTensor, Timeline
+from labsupport.measure.storages import described, tensors_in
 from labsupport.units import format_bytes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Live bytes after each allocation and release: position 0 is the start, position i is after i of them.
-
-    `bytes_of` has an array a category; `total` is their sum. `phases` are (first position, phase), `steps` the
-    positions at which an optimizer finished its step, `peak` the position of the first maximum of `total`.
-    """
-
-    bytes_of: dict[str, np.ndarray]
-    phases: tuple[tuple[int, str], ...]
-    steps: tuple[int, ...]
-
-    @cached_property
-    def total(self) -> np.ndarray:
-        return np.sum(list(self.bytes_of.values()), axis=0)
-
-    @property
-    def peak(self) -> int:
-        return int(np.argmax(self.total))
-
-    def at(self, position: int) -> dict[str, int]:
-        """Live bytes by category at a position."""
-        return {category: int(values[position]) for category, values in self.bytes_of.items()}
-
-
-@dataclass(frozen=True)
-class LiveTensor:
-    """One storage that was live: its bytes, and what is known of the tensor it was made for."""
-
-    nbytes: int
-    category: str
-    module: str
-    name: str
-    op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    phase: str
-    step: int
-    file: str
-    line: int
-
-    @property
-    def source(self) -> str:
-        """The line that made it, or the parameter it belongs to."""
-        return source_line(self.file, self.line) if self.file else self.name
-
-    def __str__(self) -> str:
-        what = self.name or self.op.rpartition(".")[0] or "found"
-        where = f" in {self.module}" if self.module and not self.name else ""
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{format_bytes(self.nbytes)} {self.category}: {what} {list(self.shape)} {kind}{where}"
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Bytes, and storages, that one operation at one line left behind over some iterations."""
-
-    nbytes: int
-    count: int
-    op: str
-    module: str
-    shape: tuple[int, ...]
-    file: str
-    line: int
-
-    @property
-    def source(self) -> str:
-        return source_line(self.file, self.line) if self.file else "no line of Python"
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        made = self.op.rpartition(".")[0] or "found"
-        return f"{format_bytes(self.nbytes)} in {self.count} x {made} {list(self.shape)}{where}, {self.source}"
 
 
 class MemoryLedger:
@@ -189,6 +113,7 @@ class MemoryLedger:
         return self.timeline().at(-1)
 
     def timeline(self) -> Timeline:
+        self.log.know_gradients()
         length = len(self.log.events) + 1
         bytes_of = {category: np.zeros(length, dtype=np.int64) for category in CATEGORIES}
         for position, category, change in changes_of(self.log):
@@ -200,11 +125,25 @@ class MemoryLedger:
             tuple(position for position, what in marks if what == "step"),
         )
 
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The report: the peak and what made it, and what it consists of."""
+        position = self.timeline().peak
+        made = described(self.log.storages[self.log.events[position - 1][0]], line=False) if position else "nothing"
+        parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.at_peak().items() if nbytes)
+        return f"peak {format_bytes(self.peak_bytes)} ({self.peak_bytes:,} B), at {made}", parts
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"application/vnd.labsupport.memory+json": {"device": str(self.device)}, "text/plain": repr(self)}
+
     # Tensors.
 
-    def largest(self, n: int = 10, *, at: int | None = None) -> list[LiveTensor]:
+    def largest(self, n: int = 10, *, at: int | None = None) -> Listing[LiveTensor]:
         """The n largest tensors at the peak, or at another position of the timeline."""
-        return sorted(self._live_at(at), key=lambda each: -each.nbytes)[:n]
+        return Listing(sorted(self._live_at(at), key=lambda each: -each.nbytes)[:n])
 
     def by_module(self, *, at: int | None = None) -> dict[str, dict[str, int]]:
         """Bytes by module and category at the peak, or at another position of the timeline.
@@ -217,7 +156,9 @@ class MemoryLedger:
             owner = each.name.rpartition(".")[0] if each.name else each.module
             parts = table.setdefault(owner, defaultdict(int))
             parts[each.category] += each.nbytes
-        return {module: dict(parts) for module, parts in table.items()}
+        order = {module: place for place, module in enumerate(self.log.modules.names.values())}
+        in_order = sorted(table, key=lambda module: order.get(module, len(order)))
+        return {module: dict(table[module]) for module in in_order}
 
     def mark(self) -> None:
         """The end of an iteration, in a loop without an optimizer."""
@@ -230,7 +171,7 @@ class MemoryLedger:
         total = self.timeline().total
         return tuple(int(total[position]) for position in self._ends())
 
-    def growth(self, *, since: int = 1) -> list[Growth]:
+    def growth(self, *, since: int = 1) -> Listing[Growth]:
         """What there is more of at the end of the last iteration than at the end of iteration number `since` (0: the
         start), by what made it: the largest first. Empty for a loop that leaves nothing behind."""
         ends = self._ends()
@@ -242,7 +183,7 @@ class MemoryLedger:
                 storage = self.log.storages[number]
                 alike[storage.op, storage.module, storage.shape, *storage.source] += sign * nbytes, sign
         found = [Growth(int(more), int(count), *made) for made, (more, count) in alike.items() if more > 0]
-        return sorted(found, key=lambda each: -each.nbytes)
+        return Listing(sorted(found, key=lambda each: -each.nbytes))
 
     def _ends(self) -> list[int]:
         if self._iterations:
@@ -270,7 +211,8 @@ class MemoryLedger:
 
 
 def _each(given: Any, kind: type[T], name: str) -> tuple[T, ...]:
-    things = () if given is None else (given,) if isinstance(given, kind) else tuple(given)
+    several = isinstance(given, Iterable) and not isinstance(given, torch.nn.Module)
+    things = () if given is None else tuple(given) if several else (given,)
     if odd := [each for each in things if not isinstance(each, kind)]:
         raise TypeError(f"{name}: a {kind.__module__}.{kind.__name__}, or several, is expected, got {odd[0]!r}")
     return things

@@ -27,6 +27,7 @@ class Storage:
     op: str
     phase: str
     step: int
+    last_step: int  # in which an operation used it
     module: str
     source: tuple[str, int]  # file and line
     shape: tuple[int, ...]
@@ -65,17 +66,19 @@ def innermost_line(skipped: dict[CodeType, bool]) -> tuple[tuple[str, int], bool
     return ("", 0), seeding
 
 
-def described(storage: Storage) -> str:
-    """What made it, where: "aten::mm in layer1.0, train.py line 12"."""
-    file, line = storage.source
-    where = f", {source_line(file, line)}" if file else ""
+def described(storage: Storage, *, line: bool = True) -> str:
+    """What made it, where: "aten.mm in layer1.0 (backward), train.py line 12: loss.backward()"."""
+    file, number = storage.source
+    where = f", {source_line(file, number)}" if file and line else ""
     made = storage.op.rpartition(".")[0] or storage.role or "a tensor that was there"
-    return f"{made}{' in ' + storage.module if storage.module else ''}{where}"
+    module = f" in {storage.module}" if storage.module else ""
+    return f"{made}{module}{'' if storage.found else f' ({storage.phase})'}{where}"
 
 
 def source_line(file: str, line: int) -> str:
     """A source line for people. A notebook's cell has a made-up file name: there the text of the line tells more."""
     text = linecache.getline(file, line).strip()
+    text = text if len(text) < 80 else text[:77] + "..."
     name = "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
     return f"{name} line {line}" + (f": {text}" if text else "")
 

@@ -5,10 +5,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from labsupport.measure.categories import CATEGORIES
-from labsupport.measure.memory import MemoryLedger, Timeline
+from labsupport.measure.live import Timeline
+from labsupport.measure.memory import MemoryLedger
 from labsupport.show.plots import finished, plot
 from labsupport.train.plan import MemoryPlan
 from labsupport.units import format_bytes
@@ -20,8 +21,11 @@ STYLES = {name: (color, hatch) for name, color, hatch in zip(CATEGORIES, COLORS,
 
 
 @plot.register
-def plot_ledger(ledger: MemoryLedger) -> Figure:
-    """Live bytes by category: at the peak, and over all allocations and releases, with the phases of the steps."""
+def plot_ledger(ledger: MemoryLedger, *, by_module: bool = False) -> Figure:
+    """Live bytes by category: at the peak, and over all allocations and releases, with the phases of the steps.
+    With `by_module` a bar for each module at the peak instead."""
+    if by_module:
+        return _modules(ledger)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 3), layout="constrained")
     timeline, parts = ledger.timeline(), ledger.at_peak()
     shown = [
@@ -46,6 +50,28 @@ def _bars(axes: Any, parts: dict[str, int]) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
+def _modules(ledger: MemoryLedger) -> Figure:
+    table = ledger.by_module()
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(table) + 1.2), layout="constrained")
+    left = np.zeros(len(table))
+    for name in CATEGORIES:
+        widths = np.array([parts.get(name, 0) for parts in table.values()])
+        if widths.any():
+            color, hatch = STYLES[name]
+            axes.barh(range(len(table)), widths, left=left, color=color, hatch=hatch, edgecolor="white", label=name)
+            left += widths
+    for row, total in enumerate(left):
+        axes.annotate(format_bytes(total), (total, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(table)), [module or "outside of modules" for module in table])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(left, default=1))
+    axes.xaxis.set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title("At the peak, by the module that made it", loc="left")
+    return finished(figure)
+
+
 def _areas(axes: Any, timeline: Timeline, names: list[str]) -> None:
     total = timeline.total
     areas = axes.stackplot(
@@ -56,9 +82,9 @@ def _areas(axes: Any, timeline: Timeline, names: list[str]) -> None:
         area.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
     axes.plot(timeline.peak, total[timeline.peak], "v", color="black", label="peak")
     _phases(axes, timeline)
-    axes.set_xlim(0, len(total) - 1)
+    axes.set_xlim(timeline.phases[0][0] if timeline.phases else 0, len(total) - 1)  # before it, what was there is told
     axes.set_ylim(0, 1.15 * total.max())
-    _bytes_axis(axes.yaxis)
+    _bytes_axis(axes)
     axes.set_xlabel("allocations and releases")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, reverse=True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -84,8 +110,8 @@ def plot_plan(plan: MemoryPlan, *, up_to: int = 256, budget: int | None = None) 
     if budget is not None:
         axes.axhline(budget, color="#D55E00", linestyle="--", label=f"ceiling {format_bytes(budget)}")
     axes.set_xlim(0, up_to)
-    axes.set_ylim(0, 1.1 * plan.peak_bytes(up_to))
-    _bytes_axis(axes.yaxis)
+    axes.set_ylim(0, 1.1 * max(plan.peak_bytes(up_to), budget or 0))
+    _bytes_axis(axes)
     axes.set_xlabel("samples in a batch")
     axes.set_title(f"{plan.workload}: {'estimate for CUDA' if plan.target == 'cuda' else 'on a CPU'}", loc="left")
     axes.legend(loc="upper left", frameon=False)
@@ -93,6 +119,8 @@ def plot_plan(plan: MemoryPlan, *, up_to: int = 256, budget: int | None = None) 
     return finished(figure)
 
 
-def _bytes_axis(axis: Any) -> None:
-    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 4, 8]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+def _bytes_axis(axes: Any) -> None:
+    """Ticks at round numbers of KiB, MiB or GiB: powers of two, about five of them."""
+    step = 2.0 ** round(np.log2(max(axes.get_ylim()[1], 8) / 5))
+    axes.yaxis.set_major_locator(MultipleLocator(step))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))

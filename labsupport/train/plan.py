@@ -46,7 +46,7 @@ class Moment:
     what: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """The predicted ledger of a workload, at any batch size.
 
@@ -113,8 +113,11 @@ class MemoryPlan:
             said.append(f"{since}{format_bytes(each.fixed)} + {format_bytes(each.per_sample)} a sample, at {each.what}")
         return tuple(said + ([f"not in it: {', '.join(self.not_in_it)}"] if self.not_in_it else []))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self.lines)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"application/vnd.labsupport.memory+json": {"plan": self.workload}, "text/plain": repr(self)}
 
     def _first(self, index: int) -> int:
         """The batch size from which on a moment is the peak."""

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from labsupport.measure.allocations import StorageLog
+from labsupport.measure.allocations import FORWARD, StorageLog
 from labsupport.measure.categories import spans_of
 from labsupport.measure.memory import MemoryLedger
 from labsupport.measure.state import KeptState
@@ -50,7 +50,8 @@ class Trace:
         return [(number, change > 0, *told[number]) for number, change in zip(self.numbers, self.changes, strict=True)]
 
     def event(self, index: int) -> str:
-        what = described(self.storages[self.numbers[index]])
+        storage = self.storages[self.numbers[index]]
+        what = described(storage, line=storage.phase == FORWARD)  # later phases have the line that called us
         return what if self.changes[index] > 0 else f"the end of {what}"
 
     def category(self, number: int, position: int) -> str:

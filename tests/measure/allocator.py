@@ -1,6 +1,5 @@
 """An independent truth for the memory ledger: what the CPU's allocator was asked for, as torch.profiler saw it."""
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -14,9 +13,3 @@ def allocator_peak(run):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
-
-
-def live_and_peak(run):
-    before = torch.get_num_threads()
-    assert before
-    return allocator_peak(run)

@@ -18,6 +18,11 @@ WRONG = {
         "epoch_rate": "128 / 0.1",  # the rate of a full batch
         "layer_mfu": "2 * 1024**3 / 1e-3 / 100e12",  # the forward pass alone
     },
+    "02": {
+        "square_bytes": "2 * 1000 * 1000 * 4",  # one moment, as with momentum
+        "scores_bytes": "4 * 256**2 * 4",  # of one sample
+        "cat_bytes": "20 * 64 * 1000 * 4",  # the result alone
+    },
 }
 
 

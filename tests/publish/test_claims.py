@@ -25,6 +25,16 @@ BUSY |= {"mfu_product": 1, "mfu_addition": 0.03, "mfu_tiny": 0.01}
 BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
+    "alloc-reserved": [
+        {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.01},
+        {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.4},
+    ],
+    "memory-parts": [{"02/temporary_share": 0.01}, {"02/temporary_share": 0.1}],
+    "attention-long-seq": [
+        {"02/attention_growth": 50, "02/fused_growth": 8},
+        {"02/attention_growth": 8, "02/fused_growth": 8},
+    ],
+    "profiler-memory": [{"02/cuda_profile_rows": 3}, {"02/cuda_profile_rows": 0}],
     "cpu-ram": [{"00/host_copy_bandwidth": 50e9}, {"00/host_copy_bandwidth": 100.1e9}],
     "cores-hundreds": [{"00/gpu_over_cpu_matmul": 100}, {"00/gpu_over_cpu_matmul": 99.9}],
     "sync-needed": [{"01/cuda_seen_share": 0.01}, {"01/cuda_seen_share": 0.9}],
