@@ -74,6 +74,7 @@ class StorageLog(TorchDispatchMode):
         if self._optimizing is not None:  # ended by an error: what state it has made is state
             self.know_optimizer(self._optimizing)
         self.know_gradients()
+        self._on = False
         self._hooks.close()
         self._optimizer_hooks.close()
         self._live.clear()
