@@ -12,7 +12,14 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Lab": "labsupport.publish.lab",
     "measure_ceilings": "labsupport.measure.roofline",
+    "MemoryLedger": "labsupport.measure.memory",
+    "memory_budget": "labsupport.measure.budget",
+    "Workload": "labsupport.train.workload",
+    "Recipe": "labsupport.train.recipe",
+    "build_step": "labsupport.train.step",
+    "plan_memory": "labsupport.train.plan",
     "ExperimentLog": "labsupport.diagnose.experiments",
+    "explain_oom": "labsupport.diagnose.out_of_memory",
     "plot": "labsupport.show.plots",
 }
 __all__ = list(_EXPORTS)

@@ -28,7 +28,8 @@ class MemoryLedger:
     of the model's first parameter, else the CPU. `log` is for tools that follow storages in their own way.
 
     On a CPU the bytes are those that tensors asked for: exact, and the same on every run. The allocator's true peak
-    is up to 5 % higher, because kernels (convolutions) take workspaces that no tensor shows. On CUDA sizes are
+    may be about 1 % higher, where it falls into a kernel that makes copies or a workspace which no tensor shows
+    (benchmarks/README.md has cases), and a checkpoint's random state (5,056 B) is none either. On CUDA sizes are
     rounded as the allocator rounds them, `peak_bytes` is the allocator's own, and what no tensor shows is "untracked".
 
     Categories are decided afterwards, from the log. A forward's tensor is an "activation" if it is still there when

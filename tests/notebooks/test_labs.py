@@ -152,6 +152,31 @@ def test_the_numbers_of_lab_01_tell_one_story():
         assert of["weights_that_differ_one_group"] == of["weights_that_differ_both_changed"] == 0
 
 
+def test_the_numbers_of_lab_02_tell_one_story():
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("02_")]
+    given = Book("02", path).parameters
+    batch, width = given["batch_size"], given["width"]
+    parameters = 4 * (width * width + width) * 4
+    tensor, two_layers = batch * width * 4, 2 * width * width * 4
+    for of in stories_of("02"):
+        assert of["parameter_bytes"] == parameters and of["activation_bytes"] == 4 * tensor
+        offs = [value for name, value in of.items() if name.endswith("_off")]
+        assert len(offs) == 6 and not any(offs)
+        # At the peak, Adam works on one matrix: parameters, gradients, two moments, and two intermediate results of it.
+        assert of["peak_bytes"] == 4 * parameters + 8 * 4 + tensor + two_layers + 4
+        assert of["peak_over_parameters"] == pytest.approx(of["peak_bytes"] / parameters, rel=1e-5)
+        assert of["temporary_share"] == pytest.approx(two_layers / of["peak_bytes"], rel=1e-5)
+        growth = [of[f"growth_{name}"] for name in ("sgd", "momentum", "adam")]
+        assert growth == [0, 1, pytest.approx(2, rel=1e-4)]
+        assert (of["foreach_false"], of["foreach_true"]) == (pytest.approx(0.5, rel=0.01), pytest.approx(1, rel=0.01))
+        assert of["attention_growth"] > 40 and of["fused_growth"] == pytest.approx(8, rel=0.01)
+        leaks = [of[f"leak_{name}"] for name in ("validation", "running_loss", "one_row", "features")]
+        assert leaks == [2 * 128 * 256 * 4 + 128 * 10 * 4, 0, 128 * 256 * 4, 256 * 4]
+        assert of["leak_recurrent"] == 2 * 32 * 64 * 4 and of["leak_penalty"] == 6 * 128 * 128 * 4
+        assert (of["largest_fits"], of["one_more_fits"]) == (1, 0)
+        assert of["profiler_over_ledger"] == 1 <= of["allocator_over_ledger"] < 1.2
+
+
 OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
 
 

@@ -79,7 +79,7 @@ TRANSFORMERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_language_models(name):
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'models'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'test'")
     assert_planned(
         Workload(
             name,
@@ -93,7 +93,7 @@ def test_language_models(name):
 
 @pytest.mark.slow
 def test_a_vision_transformer_of_transformers():
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'models'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'test'")
     config = transformers.ViTConfig(image_size=64, patch_size=16, **SMALL)
     assert_planned(
         Workload(
