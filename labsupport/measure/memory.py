@@ -157,7 +157,7 @@ class MemoryLedger:
             owner = each.name.rpartition(".")[0] if each.name else each.module
             parts = table.setdefault(owner, defaultdict(int))
             parts[each.category] += each.nbytes
-        order = {module: place for place, module in enumerate(self.log.modules.names.values())}
+        order = {module: place for place, module in enumerate(self.log.modules.order)}
         in_order = sorted(table, key=lambda module: order.get(module, len(order)))
         return {module: dict(table[module]) for module in in_order}
 

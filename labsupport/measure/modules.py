@@ -15,6 +15,7 @@ class RunningModules:
 
     def __init__(self) -> None:
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self.order: dict[str, None] = {}  # the names it was told, in the order of the model
         self._running: list[str] = []
         self._made_by: list[tuple[int, str]] = [(-1, "")]  # from this autograd node on, the module
 
@@ -23,7 +24,7 @@ class RunningModules:
 
     def know(self, model: torch.nn.Module) -> None:
         for name, part in model.named_modules():
-            self.names.setdefault(part, name or type(part).__name__)
+            self.order[self.names.setdefault(part, name or type(part).__name__)] = None
 
     def begins(self, module: torch.nn.Module) -> None:
         """Raises RuntimeError for a compiled one."""
