@@ -110,7 +110,8 @@ def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
         "make_batch": lambda n, device: torch.ones(n, 4, device=device),
     }
     exec(memory, {"torch": torch, "loss_of": lambda model, batch: model(batch).mean(), **made})
-    assert "optimizer state" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("peak ") and "gradient 20 B" in said and "Linear" in said
 
 
 def test_readme_has_the_generated_table_of_labs():

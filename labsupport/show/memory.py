@@ -24,6 +24,8 @@ STYLES = {name: (color, hatch) for name, color, hatch in zip(CATEGORIES, COLORS,
 def plot_ledger(ledger: MemoryLedger, *, by_module: bool = False) -> Figure:
     """Live bytes by category: at the peak, and over all allocations and releases, with the phases of the steps.
     With `by_module` a bar for each module at the peak instead."""
+    if not ledger.peak_bytes:
+        return _nothing()
     if by_module:
         return _modules(ledger)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 3), layout="constrained")
@@ -35,6 +37,13 @@ def plot_ledger(ledger: MemoryLedger, *, by_module: bool = False) -> Figure:
     left.set_title(f"At the peak: {format_bytes(ledger.peak_bytes)}", loc="left")
     _areas(right, timeline, shown)
     right.set_title("Allocations and releases, in order", loc="left")
+    return finished(figure)
+
+
+def _nothing() -> Figure:
+    figure, axes = plt.subplots(figsize=(5, 1))
+    axes.text(0.5, 0.5, "no tensor was seen", ha="center")
+    axes.axis("off")
     return finished(figure)
 
 
