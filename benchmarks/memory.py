@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is
 
 import numpy as np
 import torch
-from memory_tables import blocks, write_tables
+from memory_tables import SECTION
 from memory_tools import TOOLS, overhead, peaks, planned
-from timing_tables import load
+from readme import load, still_to_do
 
 import labsupport
 from labsupport.machine import allowed_cores, fingerprint
@@ -93,16 +92,6 @@ QUICK = (
     Cell("plan", "MLP, AdamW", sizes=(2, 3, 24, 191)),
     *(Cell("overhead", "MLP, AdamW", 32, tool) for tool in TOOLS),
 )
-
-
-def still_to_do(plan: Iterable[Cell], records: Iterable[dict]) -> list[Cell]:
-    """Those without an undisturbed record that were not tried too often yet."""
-    tried: Counter[str] = Counter()
-    done = set()
-    for record in records:
-        tried[record["cell"]] += 1
-        done |= set() if record["disturbed"] else {record["cell"]}
-    return [cell for cell in plan if cell.key not in done and tried[cell.key] < TRIES]
 
 
 @contextmanager
@@ -172,7 +161,7 @@ def minutes(plan: Iterable[Cell]) -> float:
 
 def run(path: Path, plan: Sequence[Cell], *, quick: bool) -> None:
     records = resumed(path)
-    while left := still_to_do(plan, records[1:]):
+    while left := still_to_do(plan, records[1:], "cell", TRIES):
         with path.open("a", encoding="utf-8") as file:
             for number, cell in enumerate(left, start=1):
                 record = carry_out(cell, quick=quick)
@@ -191,9 +180,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write README.md's tables from the records, run nothing")
     options = parser.parse_args()
     if options.table and options.records:
-        print("\n".join(blocks([load(options.records)]).values()))
+        print("\n".join(SECTION.blocks([load(options.records)]).values()))
     elif options.table:
-        write_tables(HERE)
+        SECTION.write_tables(HERE)
     else:
         folder = HERE.parent / "build" if options.quick else HERE / "records"
         path = options.records or folder / f"memory-{fingerprint('cpu').family}.jsonl"

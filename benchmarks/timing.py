@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing_tables import blocks, load, write_tables
+from readme import load, still_to_do
+from timing_tables import SECTION
 from timing_tools import MARGIN, TOOLS, TrainingStep, overhead, process, series, spin
 
 import labsupport
@@ -133,16 +134,6 @@ def trials_of(phase: Phase, scale: float = 1.0) -> list[Trial]:
     trials = [Trial(phase, cell, index) for cell, count in counts.items() for index in range(count)]
     random.Random(f"{SEED}, {phase.condition}").shuffle(trials)
     return trials
-
-
-def still_to_do(trials: Iterable[Trial], records: Iterable[dict]) -> list[Trial]:
-    """Those without an undisturbed record that were not tried too often yet."""
-    tried: Counter[str] = Counter()
-    done = set()
-    for record in records:
-        tried[record["trial"]] += 1
-        done |= set() if record["disturbed"] else {record["trial"]}
-    return [trial for trial in trials if trial.key not in done and tried[trial.key] < TRIES]
 
 
 def minutes(plan: Iterable[Phase], scale: float) -> float:
@@ -259,7 +250,7 @@ def run(path: Path, *, scale: float, quick: bool) -> None:
     records = resumed(path)
     for phase in PLAN:
         trials = trials_of(phase, scale)
-        while left := still_to_do(trials, records[1:]):
+        while left := still_to_do(trials, records[1:], "trial", TRIES):
             with conditions(phase), path.open("a", encoding="utf-8") as file:
                 for number, trial in enumerate(left, start=1):
                     record = carry_out(trial, quick)
@@ -282,9 +273,9 @@ def main() -> None:
     # Ended from outside, it takes its busy neighbours with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.table and options.records:
-        print("\n".join(blocks([load(options.records)]).values()))
+        print("\n".join(SECTION.blocks([load(options.records)]).values()))
     elif options.table:
-        write_tables(HERE)
+        SECTION.write_tables(HERE)
     else:
         folder = HERE.parent / "build" if options.quick else HERE / "records"
         path = options.records or folder / f"timing-{fingerprint('cpu').family}.jsonl"

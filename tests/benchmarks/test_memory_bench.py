@@ -8,17 +8,20 @@ import memory_tools as tools
 import pytest
 import torch
 from memory import Cell
+from readme import load, still_to_do
 
 
 def test_readme_has_the_tables_of_the_committed_records():
     readme = (memory.HERE / "README.md").read_text()
-    assert tables.with_blocks(readme, tables.made_from(memory.HERE)) == readme, "python benchmarks/memory.py --table"
+    assert tables.SECTION.with_blocks(readme, tables.SECTION.made_from(memory.HERE)) == readme, (
+        "python benchmarks/memory.py --table"
+    )
 
 
 def test_every_committed_record_is_of_a_cell_of_the_plan():
     cells = {cell.key for cell in memory.PLAN}
     for path in memory.HERE.glob("records/memory-*.jsonl"):
-        head, *records = tables.load(path)
+        head, *records = load(path)
         assert head["schema"] == memory.SCHEMA and head["machine"]["family"] in path.name
         assert {record["cell"] for record in records} <= cells
 
@@ -46,10 +49,10 @@ def made(cell, disturbed=False):
 
 def test_what_is_done_is_not_done_again_and_what_was_disturbed_is():
     one, *rest = memory.QUICK
-    assert memory.still_to_do(memory.QUICK, [made(one)]) == rest
+    assert still_to_do(memory.QUICK, [made(one)], "cell", memory.TRIES) == rest
     tries = [made(one, disturbed=True)] * memory.TRIES
-    assert memory.still_to_do([one], tries[1:]) == [one]
-    assert memory.still_to_do([one], tries) == []
+    assert still_to_do([one], tries[1:], "cell", memory.TRIES) == [one]
+    assert still_to_do([one], tries, "cell", memory.TRIES) == []
 
 
 @pytest.fixture
@@ -169,8 +172,8 @@ def test_the_quietest_record_of_a_cell_is_shown():
 
 
 def test_a_block_is_renewed_in_place_and_needs_its_marks():
-    mark = tables.START.format("plan")
-    renewed = tables.with_blocks(f"a\n{mark}old\n{tables.END}\nb", {"plan": "new"})
-    assert renewed == f"a\n{mark}\nnew\n\n{tables.END}\nb"
+    mark = tables.SECTION.start("plan")
+    renewed = tables.SECTION.with_blocks(f"a\n{mark}old\n{tables.SECTION.end}\nb", {"plan": "new"})
+    assert renewed == f"a\n{mark}\nnew\n\n{tables.SECTION.end}\nb"
     with pytest.raises(ValueError, match="no place for the block 'plan'"):
-        tables.with_blocks("# Benchmarks\n", {"plan": "| a |"})
+        tables.SECTION.with_blocks("# Benchmarks\n", {"plan": "| a |"})

@@ -9,6 +9,7 @@ import pytest
 import timing
 import timing_tables as tables
 import timing_tools as tools
+from readme import still_to_do
 from timing import Cell, Phase, Trial
 from torch.utils.benchmark import Measurement
 from torch.utils.benchmark.utils.common import TaskSpec
@@ -18,7 +19,9 @@ QUIET = Phase((Cell("compare", "same", 4), Cell("naive", "planted", 2, 0.03)))
 
 def test_readme_has_the_tables_of_the_committed_records():
     readme = (timing.HERE / "README.md").read_text()
-    assert tables.with_blocks(readme, tables.made_from(timing.HERE)) == readme, "python benchmarks/timing.py --table"
+    assert tables.SECTION.with_blocks(readme, tables.SECTION.made_from(timing.HERE)) == readme, (
+        "python benchmarks/timing.py --table"
+    )
 
 
 # The plan.
@@ -62,15 +65,15 @@ def made(trial, disturbed=False):
 
 def test_what_is_done_is_not_done_again():
     one, *rest = timing.trials_of(QUIET)
-    assert timing.still_to_do([one, *rest], [made(one)]) == rest
+    assert still_to_do([one, *rest], [made(one)], "trial", timing.TRIES) == rest
 
 
 def test_a_disturbed_trial_is_made_again_until_it_is_quiet_or_given_up():
     one, *_ = timing.trials_of(QUIET)
     tries = [made(one, disturbed=True)] * timing.TRIES
-    assert timing.still_to_do([one], tries[1:]) == [one]
-    assert timing.still_to_do([one], [*tries[1:], made(one)]) == []
-    assert timing.still_to_do([one], tries) == []
+    assert still_to_do([one], tries[1:], "trial", timing.TRIES) == [one]
+    assert still_to_do([one], [*tries[1:], made(one)], "trial", timing.TRIES) == []
+    assert still_to_do([one], tries, "trial", timing.TRIES) == []
 
 
 @pytest.fixture
@@ -287,13 +290,13 @@ def test_settling_sets_the_two_beside_each_other():
 
 def test_a_block_needs_its_marks():
     with pytest.raises(ValueError, match="no place for the block 'overhead'"):
-        tables.with_blocks("# Benchmarks\n", {"overhead": "| a |"})
+        tables.SECTION.with_blocks("# Benchmarks\n", {"overhead": "| a |"})
 
 
 def test_a_block_is_renewed_in_place():
-    mark = tables.START.format("overhead")
-    renewed = tables.with_blocks(f"a\n{mark}old\n{tables.END}\nb", {"overhead": "new"})
-    assert renewed == f"a\n{mark}\nnew\n\n{tables.END}\nb"
+    mark = tables.SECTION.start("overhead")
+    renewed = tables.SECTION.with_blocks(f"a\n{mark}old\n{tables.SECTION.end}\nb", {"overhead": "new"})
+    assert renewed == f"a\n{mark}\nnew\n\n{tables.SECTION.end}\nb"
 
 
 def test_a_table_without_records_says_so():
