@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from labsupport.devices import choose_device
+from labsupport.measure.allocations import StorageLog
 from labsupport.measure.budget import is_out_of_memory
 from labsupport.measure.categories import ACTIVATION, INPUT, TEMPORARY
 from labsupport.measure.memory import Growth, LiveTensor, MemoryLedger
@@ -26,16 +28,16 @@ LARGEST, GROWN = 5, 3
 class OutOfMemoryReport:
     """What was in the way when memory ran out.
 
-    `parts`: bytes by category, `largest`: the largest tensors; at that moment, or, if `at_the_error` is false, at the
-    peak of the steps that were watched before. `growth`: what steps left behind since the first ones, by the line
-    that made it. `limit_bytes`: how much there was; None if nobody says. `largest_batch`: the most samples that fit
-    in it, None if not known; `batch_from` says how that was found.
+    `parts`: bytes by category, `largest`: how many of which tensors took most; at that moment, or, if `at_the_error`
+    is false, at the peak of the steps that were watched before. `growth`: what steps left behind since the first
+    ones, by the line that made it. `limit_bytes`: how much there was; None if nobody says. `largest_batch`: the most
+    samples that fit in it, None if not known; `batch_from` says how that was found.
     """
 
     step: int
     at_the_error: bool
     parts: dict[str, int]
-    largest: tuple[LiveTensor, ...]
+    largest: tuple[tuple[int, LiveTensor], ...]
     growth: tuple[Growth, ...]
     limit_bytes: int | None
     largest_batch: int | None
@@ -46,7 +48,7 @@ class OutOfMemoryReport:
         when = f"when step {self.step} ran out of memory" if self.at_the_error else "at the peak of the watched steps"
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
         said = [f"Live {when}: {parts or 'nothing that was seen'}.", "The largest of it:"]
-        said += [f"  {each}" for each in self.largest]
+        said += [f"  {f'{count} x ' if count > 1 else ''}{each}" for count, each in self.largest]
         said += ["Left behind since the first steps:"] if self.growth else []
         said += [f"  {each}" for each in self.growth]
         if self.limit_bytes is not None:
@@ -66,9 +68,9 @@ def explain_oom(workload: Workload | None = None, recipe: Recipe | None = None) 
     """Around your own training loop: an error of memory leaves with `.report`, an OutOfMemoryReport, which is also
     printed below its traceback. Every other error passes as it is.
 
-    A ledger watches the first two steps, and then one at each power of two, so that a long loop does not get slower;
-    within `memory_budget` the budget's own ledger tells. With `workload` and its `recipe` the largest batch
-    comes from their plan, else it is estimated from what was seen.
+    A ledger watches the first two steps, and then one at each power of two; in between a step costs some microseconds
+    more. With `memory_budget`, inside or around, the budget's own ledger tells. With `workload` and its `recipe` the
+    largest batch comes from their plan, else it is estimated from what was seen.
     """
     watch = _Watch()
     try:
@@ -113,7 +115,7 @@ class _Watch:
             self.ledger.log.close()
 
     def report(self, error: BaseException, workload: Workload | None, recipe: Recipe | None) -> OutOfMemoryReport:
-        ledger = getattr(error, "ledger", None) or self.ledger
+        ledger = getattr(error, "ledger", None) or _of_a_budget_around() or self.ledger
         log, timeline = ledger.log, ledger.timeline()
         at_the_error = log.refused is not None or (ledger is self.ledger and self.on)
         last = len(timeline.total) - 1
@@ -130,8 +132,27 @@ class _Watch:
             batch, batch_from = _planned(workload, recipe, ledger.device.type, limit)
         elif limit is not None:
             batch, batch_from = _estimated(ledger.largest(len(log.storages), at=position), parts, asked, limit)
-        largest = tuple(ledger.largest(LARGEST, at=position))
+        if grown:
+            batch_from += "; but the batch is not what grows"
+        largest = _alike(ledger.largest(len(log.storages), at=position))[:LARGEST]
         return OutOfMemoryReport(self.steps + 1, at_the_error, parts, largest, tuple(grown), limit, batch, batch_from)
+
+
+def _of_a_budget_around() -> MemoryLedger | None:
+    """The ledger of a memory_budget that goes on around us, if that one has raised."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, StorageLog) and mode.refused:
+            return MemoryLedger(log=mode)
+    return None
+
+
+def _alike(live: Sequence[LiveTensor]) -> tuple[tuple[int, LiveTensor], ...]:
+    """How often each is there, those first that take most together: a leak is many small ones."""
+    found: dict[tuple[object, ...], list[LiveTensor]] = {}
+    for each in live:
+        found.setdefault((each.category, each.op, each.module, each.shape, each.file, each.line), []).append(each)
+    groups = sorted(found.values(), key=lambda group: -sum(each.nbytes for each in group))
+    return tuple((len(group), group[0]) for group in groups)
 
 
 def _planned(workload: Workload, recipe: Recipe | None, kind: str, limit: int) -> tuple[int | None, str]:

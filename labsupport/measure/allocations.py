@@ -35,8 +35,6 @@ class StorageLog(TorchDispatchMode):
     passes it raises torch.OutOfMemoryError, and what it made is dropped.
     """
 
-    KIND: type = torch.Tensor  # of these the storages are followed
-
     def __init__(self, device: torch.device, *, ceiling: int | None = None) -> None:
         super().__init__()
         self.device = device
@@ -208,20 +206,20 @@ class StorageLog(TorchDispatchMode):
             self._recomputing = recording
         else:  # a closure of the optimizer records, the optimizer itself does not
             self._turn(FORWARD if recording or self._optimizing is None or self.modules else OPTIMIZER)
-        kind = self.KIND
-        for each in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(each, kind):
-                self._use(each)
-            elif isinstance(each, list | tuple):
-                for inner in each:
-                    if isinstance(inner, kind):
-                        self._use(inner)
+        for each in self._arguments(func, args, kwargs):
+            for inner in each if isinstance(each, list | tuple) else (each,):
+                if isinstance(inner, torch.Tensor):
+                    self._use(inner)
         out = func(*args, **kwargs)
         for each in self._results(func, args, out):
             for inner in each if isinstance(each, list) else (each,):
-                if isinstance(inner, kind):
+                if isinstance(inner, torch.Tensor):
                     self._use(inner, func, args)
         return out
+
+    def _arguments(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation takes."""
+        return (*args, *kwargs.values()) if kwargs else args
 
     def _results(self, func: Any, args: Any, out: Any) -> Any:
         """What an operation gives."""
@@ -273,6 +271,7 @@ class StorageLog(TorchDispatchMode):
             dtype=tensor.dtype,
             needs_grad=any(each.requires_grad for each in tensors_in(args)) if made_by else tensor.requires_grad,
             inside=bool(self.modules) or (self._phase == BACKWARD and self._recomputing),
+            recording=torch.is_grad_enabled(),
             found=not made_by,
         )
         if self.ceiling is not None and self.live_bytes + nbytes > self.ceiling:

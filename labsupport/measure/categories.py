@@ -27,6 +27,8 @@ def spans_of(log: StorageLog) -> list[Span]:
             continue
         end, begin = (_first_after(birth, positions) for positions in (ends, begins))
         first = _first_category(storage, outlives_forward=end is not None and end <= death)
+        if begin is None and first == TEMPORARY and not storage.recording and end is not None:
+            begin = _first_after(end, ends)  # no backward will come: the next forward tells
         span = [(0, first)]
         still_an_input = first == INPUT and (storage.found or storage.last_step > storage.step)
         if begin is not None and begin <= death and not still_an_input:
@@ -74,7 +76,9 @@ def _first_category(storage: Storage, *, outlives_forward: bool) -> str:
     of_forward = storage.phase == FORWARD or storage.inside  # inside a module during a backward: recomputed
     if not (of_forward and outlives_forward):
         return TEMPORARY
-    return ACTIVATION if storage.inside or storage.needs_grad else INPUT
+    if not storage.inside and not storage.needs_grad:
+        return INPUT
+    return ACTIVATION if storage.recording or storage.freed_in_backward else TEMPORARY
 
 
 def _first_after(birth: int, positions: np.ndarray) -> int | None:

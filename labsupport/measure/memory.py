@@ -52,7 +52,12 @@ class MemoryLedger:
     ) -> None:
         self._models = _each(model, torch.nn.Module, "model")
         self._optimizers = _each(optimizer, torch.optim.Optimizer, "optimizer")
-        self._inputs = inputs
+        self._inputs = list(tensors_in(inputs))
+        if inputs is not None and not self._inputs:
+            raise TypeError(
+                "inputs: tensors, or mappings, sequences or dataclasses of them, are expected, got "
+                f"{type(inputs).__name__}"
+            )
         first = next((p for each in self._models for p in each.parameters()), None)
         default = log.device if log is not None else first.device if first is not None else "cpu"
         self.device = torch.device(device if device is not None else default)
@@ -70,12 +75,12 @@ class MemoryLedger:
                 self.log.know_module(model)
             for optimizer in self._optimizers:
                 self.log.know_optimizer(optimizer)
-            for tensor in tensors_in(self._inputs):
+            for tensor in self._inputs:
                 self.log.know(tensor, INPUT)
         except BaseException:  # they alone pass a ceiling
             self.log.close()
             raise
-        self._models, self._optimizers, self._inputs = (), (), None  # what is watched must not live longer for it
+        self._models, self._optimizers, self._inputs = (), (), []  # what is watched must not live longer for it
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -20,7 +20,8 @@ class Storage:
     """What is known of one storage. The tensor is not held.
 
     `role` is "" until something says what it is ("parameter", "buffer", "gradient", "optimizer state"); `name` is
-    then the parameter's. `inside`: made while a module ran. `found`: an operation used it, and none had made it.
+    then the parameter's. `inside`: made while a module ran. `recording`: while autograd
+    recorded. `found`: an operation used it, and none had made it.
     """
 
     nbytes: int
@@ -34,6 +35,7 @@ class Storage:
     dtype: torch.dtype
     needs_grad: bool
     inside: bool
+    recording: bool
     found: bool
     role: str = ""
     name: str = ""

@@ -12,7 +12,7 @@ from labsupport.measure.live import Timeline
 from labsupport.measure.memory import MemoryLedger
 from labsupport.show.plots import finished, plot
 from labsupport.train.plan import MemoryPlan
-from labsupport.units import format_bytes
+from labsupport.units import format_bytes, parse_bytes
 
 # Okabe and Ito's eight, and white for what no tensor shows; the hatching says the same without colour.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#999999", "#56B4E9", "#D55E00", "#F0E442", "#CC79A7", "#FFFFFF")
@@ -104,22 +104,26 @@ def _phases(axes: Any, timeline: Timeline) -> None:
     ends = [start for start, _ in timeline.phases[1:]] + [len(timeline.total) - 1]
     for (start, phase), end in zip(timeline.phases, ends, strict=True):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        if end - start > 0.06 * len(timeline.total):
+        if end - start > 0.09 * len(timeline.total):
             axes.annotate(phase, ((start + end) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
 
 
 @plot.register
-def plot_plan(plan: MemoryPlan, *, up_to: int = 256, budget: int | None = None) -> Figure:
-    """The predicted peak for 2 samples to `up_to`, the lines it is the maximum of, and a ceiling in bytes."""
+def plot_plan(plan: MemoryPlan, *, up_to: int = 256, budget: int | str | None = None) -> Figure:
+    """The predicted peak for 2 samples to `up_to`, the lines it is the maximum of, and a ceiling ("512MiB")."""
+    if up_to < 2:
+        raise ValueError(f"up_to: 2 samples or more are expected, got {up_to}")
+    ceiling = None if budget is None else parse_bytes(budget)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     batches = np.arange(2, up_to + 1)
-    for moment in plan.moments:
-        axes.plot(batches, moment.fixed + moment.per_sample * batches, color="#999999", linewidth=0.8)
+    for index, moment in enumerate(plan.moments):
+        label = None if index else "a moment of the step"
+        axes.plot(batches, moment.fixed + moment.per_sample * batches, color="#999999", linewidth=0.8, label=label)
     axes.plot(batches, [plan.peak_bytes(int(batch)) for batch in batches], color="#0072B2", linewidth=2.5, label="peak")
-    if budget is not None:
-        axes.axhline(budget, color="#D55E00", linestyle="--", label=f"ceiling {format_bytes(budget)}")
+    if ceiling is not None:
+        axes.axhline(ceiling, color="#D55E00", linestyle="--", label=f"ceiling {format_bytes(ceiling)}")
     axes.set_xlim(0, up_to)
-    axes.set_ylim(0, 1.1 * max(plan.peak_bytes(up_to), budget or 0))
+    axes.set_ylim(0, 1.1 * max(plan.peak_bytes(up_to), ceiling or 0))
     _bytes_axis(axes)
     axes.set_xlabel("samples in a batch")
     axes.set_title(f"{plan.workload}: {'estimate for CUDA' if plan.target == 'cuda' else 'on a CPU'}", loc="left")

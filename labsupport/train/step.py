@@ -61,11 +61,24 @@ def build_step(workload: Workload, recipe: Recipe | None = None, device: torch.d
     recipe = recipe or Recipe()
     at = torch.device(device) if device is not None else choose_device().device
     model = made("model", workload.model(), torch.nn.Module, workload).to(at)
-    optimizer = made("optimizer", workload.optimizer(model.parameters()), torch.optim.Optimizer, workload)
+    optimizer = optimizer_of(workload, model)
     batch = workload.batch(recipe.batch_size, at)
     if not any(True for _ in tensors_in(batch)):
-        raise TypeError(f"batch of workload {workload.name!r}: tensors are expected, got {type(batch).__name__}")
+        raise TypeError(
+            f"batch of workload {workload.name!r}: tensors, or mappings, sequences or dataclasses of them, are "
+            f"expected, got {type(batch).__name__}"
+        )
     return Step(workload, recipe, model, optimizer, batch)
+
+
+def optimizer_of(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = made("optimizer", workload.optimizer(model.parameters()), torch.optim.Optimizer, workload)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"optimizer of workload {workload.name!r}: LBFGS runs the model as often as it likes within one step, "
+            "which a step of ours does not; MemoryLedger around your own loop counts it"
+        )
+    return optimizer
 
 
 def made(part: str, thing: Any, kind: type, workload: Workload) -> Any:

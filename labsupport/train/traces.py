@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from labsupport.measure.allocations import FORWARD, StorageLog
@@ -22,7 +23,7 @@ from labsupport.measure.state import KeptState
 from labsupport.measure.storages import OURS, Storage, described, source_line, tensors_in
 from labsupport.train.cuda_kernels import as_on_cuda
 from labsupport.train.recipe import Recipe
-from labsupport.train.step import Step, made
+from labsupport.train.step import Step, made, optimizer_of
 from labsupport.train.workload import Workload
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Trace:
     """The allocations of a step at one batch size, in order: whose, and by how many bytes what is live changed."""
 
     batch: int
+    batch_bytes: int
     numbers: tuple[int, ...]
     changes: np.ndarray
     storages: list[Storage]
@@ -61,6 +63,8 @@ class Trace:
 def trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
     """Two steps of a workload, on fake tensors. Raises CannotPlan where that is not possible."""
     kept = KeptState(())  # the factories may draw random numbers
+    random.seed(recipe.batch_size)  # a branch that is taken by chance has a chance to differ between two traces
+    np.random.seed(recipe.batch_size)
     with _no_collector():
         try:
             return _trace(workload, recipe, target)
@@ -72,6 +76,8 @@ def trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
         except CannotPlan:
             raise
         except Exception as error:
+            if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS[1]):
+                raise  # a workload that gives something else than it should: said as build_step says it
             said = (str(error).strip().splitlines() or [""])[0]
             raise CannotPlan(
                 f"with {recipe.batch_size} samples, and tensors that have no values, the step raised "
@@ -88,7 +94,7 @@ def _trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
     memo: dict[int, Any] = {}
     model = _faked(real_model, [t for part in real_model.modules() for t in tensors_in(part.__dict__)], mode, memo)
     batch = _faked(real_batch, tensors_in(real_batch), mode, memo)
-    optimizer = made("optimizer", workload.optimizer(model.parameters()), torch.optim.Optimizer, workload)
+    optimizer = optimizer_of(workload, model)
     if any(not hasattr(p, "fake_mode") for group in optimizer.param_groups for p in group["params"]):  # a live one
         live = [*tensors_in(optimizer.param_groups), *tensors_in(dict(optimizer.state))]
         optimizer = _faked(optimizer, live, mode, memo)
@@ -103,7 +109,8 @@ def _trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
             step()
     events = [event for _, run in groupby(log.events, lambda each: each[1] > 0) for event in _in_order(run)]
     numbers, changes = zip(*events, strict=True)
-    return Trace(recipe.batch_size, numbers, np.array(changes), log.storages, spans_of(log))
+    batch_bytes = sum(tensor.nbytes for tensor in tensors_in(real_batch))
+    return Trace(recipe.batch_size, max(1, batch_bytes), numbers, np.array(changes), log.storages, spans_of(log))
 
 
 def _in_order(run: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -165,8 +172,11 @@ COLUMNS_FIRST = (aten.col2im,)
 class _FakeLog(StorageLog):
     """Follows fake tensors, with the bytes that real ones have."""
 
-    KIND = FakeTensor
     _one_more: torch.UntypedStorage | None = None
+
+    def _arguments(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A real tensor is one that the workload took from elsewhere; save where lift_fresh makes a fake one of it."""
+        return () if func.overloadpacket is aten.lift_fresh else super()._arguments(func, args, kwargs)
 
     def _results(self, func: Any, args: Any, out: Any) -> Any:
         if func.overloadpacket is aten.mkldnn_rnn_layer:

@@ -11,7 +11,8 @@ import torch
 class Workload:
     """What is trained: how to get a model, a batch, a loss and an optimizer.
 
-    `model()` gives a Module; `batch(batch_size, device)` a batch of that many samples on that device, of any type;
+    `model()` gives a Module; `batch(batch_size, device)` a batch of that many samples on that device: tensors, in any
+    nest of mappings, sequences and dataclasses;
     `loss(model, batch)` a scalar tensor, or (sum of losses, count) where samples weigh differently, as tokens do;
     `optimizer(parameters)` an optimizer of them. `samples` is the size of the data set, None where it has no end.
     The functions may make new objects, or return live ones (`lambda: my_model`). Raises TypeError for a model, batch,
@@ -34,5 +35,8 @@ class Workload:
                     f"{part} of workload {self.name!r}: a function {part}{arguments} is expected, got "
                     f"{type(given).__name__}; write {part}=lambda {arguments[1:-1]}: ... around an object that you have"
                 )
-        if self.samples is not None and self.samples < 1:
-            raise ValueError(f"samples of workload {self.name!r}: 1 or more is expected, or None, got {self.samples}")
+        samples = self.samples
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+            raise ValueError(
+                f"samples of workload {self.name!r}: a whole number of 1 or more, or None, got {samples!r}"
+            )

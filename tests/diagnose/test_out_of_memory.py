@@ -40,7 +40,8 @@ def test_within_a_budget_it_tells_the_moment():
     assert report.largest_batch == plan_memory(WORKLOAD).max_batch("2MiB") and report.batch_from == "by its plan"
     assert str(report) in error.__notes__[0]
     assert str(report).startswith("Live when step 1 ran out of memory")
-    assert [each.nbytes for each in report.largest] == sorted((each.nbytes for each in report.largest), reverse=True)
+    together = [count * each.nbytes for count, each in report.largest]
+    assert together == sorted(together, reverse=True)
 
 
 def test_the_largest_batch_really_is():
@@ -123,6 +124,24 @@ def test_a_leak_within_a_budget_is_named_too():
     report, _ = run_out(loop)
     assert report.at_the_error and report.step > 10
     assert any("out = model" in each.source for each in report.growth)
+
+
+def test_a_budget_around_it_tells_as_well():
+    with memory_budget("1MiB"):
+        report, _ = run_out(lambda: training(1000, leak=True))
+    assert report.at_the_error and report.limit_bytes == 1 << 20
+    assert sum(report.parts.values()) > 1_000_000
+    assert "the batch is not what grows" in report.batch_from
+
+
+def test_many_small_tensors_are_added_up():
+    def loop():
+        with memory_budget("1MiB"):
+            training(1000, leak=True)
+
+    report, _ = run_out(loop)
+    count, each = report.largest[0]
+    assert count > 50 and each.category == "kept"
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("shape mismatch"), KeyboardInterrupt()])

@@ -1,6 +1,7 @@
 """A plan is held against real steps under a ledger, byte for byte."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_tied_weights_and_live_objects():
     model[2].weight = model[0].weight
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(64, 8)
-    live = plain(model=lambda: model, optimizer=lambda _: optimizer, batch=lambda n, device: batch[:n])
+    live = plain(model=lambda: model, optimizer=lambda _: optimizer, batch=lambda n, device: batch[:n], samples=64)
     build_step(live, Recipe(batch_size=4), "cpu")()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -96,6 +97,65 @@ def test_tied_weights_and_live_objects():
     assert all(torch.equal(old, optimizer.state[model[0].weight][name]) for name, old in state.items())
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     assert plan.at_peak(9) == measured(live, 9)
+
+
+PLACES = torch.randn(1, 8)
+WEIGHTS = torch.rand(8)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x: model(x + PLACES).square().mean(),
+        lambda model, x: torch.nn.functional.cross_entropy(model[0](x), torch.zeros(len(x)).long(), weight=WEIGHTS),
+        lambda model, x: (model(x) * torch.tensor([2.0])).mean(),
+    ],
+)
+def test_tensors_from_outside_count(loss):
+    outside = plain(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), loss=loss)
+    plan = plan_memory(outside)
+    for batch in (2, 33, 130):
+        assert plan.at_peak(batch) == measured(outside, batch)
+
+
+def test_a_branch_by_chance_is_noticed():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) if random.random() < 0.5 else x
+            return x
+
+    state = random.getstate()
+    with pytest.raises(CannotPlan):
+        plan_memory(plain(model=Drops))
+    assert random.getstate() == state
+
+
+def test_a_batch_in_pieces_is_noticed():
+    chunks = plain(loss=lambda model, x: torch.cat([model(part) for part in x.split(64)]).square().mean())
+    with pytest.raises(CannotPlan, match="256"):
+        plan_memory(chunks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": lambda model, x: 1.0}, "one value is expected"),
+        ({"loss": lambda model, x: model(x)}, "one value is expected"),
+        ({"model": lambda: None}, "a Module is expected"),
+        ({"optimizer": lambda parameters: []}, "Optimizer is expected"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+    ],
+)
+def test_a_workload_that_gives_something_else(changes, said):
+    with pytest.raises(TypeError, match=said):
+        plan_memory(plain(**changes))
+    with pytest.raises(TypeError, match=said):
+        build_step(plain(**changes), device="cpu")()
 
 
 # What cannot be planned says so.
@@ -129,7 +189,7 @@ def test_control_flow_that_only_larger_batches_see():
         def forward(self, x):
             return self.a(x.sigmoid() if len(x) > 20 else x)
 
-    with pytest.raises(CannotPlan, match="sigmoid.*32"):
+    with pytest.raises(CannotPlan, match="sigmoid.*256"):
         plan_memory(plain(model=Branches))
 
 

@@ -145,7 +145,7 @@ def test_recipes_say_what_differs():
     [
         ({"model": lambda: 3}, "a Module is expected, got int"),
         ({"optimizer": lambda p: None}, "a Optimizer is expected|an Optimizer is expected"),
-        ({"batch": lambda n, device: [1, 2]}, "tensors are expected"),
+        ({"batch": lambda n, device: [1, 2]}, "tensors, or mappings"),
         ({"loss": lambda model, batch: model(batch)}, r"one value is expected.*shape \(32, 1\)"),
         ({"loss": lambda model, batch: 1.0}, "one value is expected.*float"),
     ],
