@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from labsupport.devices import choose_device
 from labsupport.measure.allocations import StorageLog
@@ -16,7 +16,6 @@ from labsupport.measure.categories import ACTIVATION, INPUT, TEMPORARY
 from labsupport.measure.memory import Growth, LiveTensor, MemoryLedger
 from labsupport.train.plan import plan_memory
 from labsupport.train.recipe import Recipe
-from labsupport.train.traces import CannotPlan
 from labsupport.train.workload import Workload
 from labsupport.units import format_bytes
 
@@ -124,7 +123,7 @@ class _Watch:
         parts = timeline.at(position)
         iterations = len(ledger.iterations)
         grown = ledger.growth(since=FIRST_STEPS)[:GROWN] if iterations > FIRST_STEPS else ()
-        limit = log.ceiling
+        limit = getattr(error, "limit_bytes", None) or log.ceiling
         if limit is None and ledger.device.type == "cuda":
             limit = torch.cuda.mem_get_info(ledger.device)[1]
         batch, batch_from = None, "give explain_oom the workload and recipe to know it"
@@ -157,8 +156,9 @@ def _alike(live: Sequence[LiveTensor]) -> tuple[tuple[int, LiveTensor], ...]:
 
 def _planned(workload: Workload, recipe: Recipe | None, kind: str, limit: int) -> tuple[int | None, str]:
     try:
-        return plan_memory(workload, recipe, target=kind).max_batch(limit), "by its plan"
-    except CannotPlan as error:
+        with _disable_current_modes():  # a budget around us is full
+            return plan_memory(workload, recipe, target=kind).max_batch(limit), "by its plan"
+    except Exception as error:  # whatever it is, the error that is told is the one of memory
         return None, f"there is no plan: {error}"
 
 

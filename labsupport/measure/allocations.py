@@ -1,7 +1,7 @@
 """Every allocation followed, from the operation that made it to the moment it is freed.
 
-This and `modules` are the places that use PyTorch's private interfaces: dispatch modes and the number of the running
-backward.
+This and `modules` use PyTorch's private interfaces: dispatch modes, the number of the running backward, autograd's
+sequence numbers.
 """
 
 import os
@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labsupport.measure.modules import RunningModules
-from labsupport.measure.storages import Storage, Watched, described, innermost_line, parts_of, storages_of, tensors_in
-from labsupport.units import format_bytes
+from labsupport.measure.storages import (
+    Storage,
+    Watched,
+    emulated_error,
+    innermost_line,
+    needs_grad,
+    parts_of,
+    storages_of,
+    tensors_in,
+)
 
 running_backward = torch._C._current_graph_task_id  # -1 outside of one
 
@@ -26,7 +34,7 @@ PHASES = FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 CUDA_ROUNDING = 512  # kMinBlockSize in c10/cuda/CUDACachingAllocator.h
 
 
-class StorageLog(TorchDispatchMode):
+class StorageLog(dispatch.TorchDispatchMode):
     """A dispatch mode that logs the storages which this thread's operations make, use and free on one device.
 
     `events` are (number of the storage, change in bytes), in order. `marks` are (how many events came before, what
@@ -37,29 +45,27 @@ class StorageLog(TorchDispatchMode):
 
     def __init__(self, device: torch.device, *, ceiling: int | None = None) -> None:
         super().__init__()
-        self.device = device
-        self.ceiling = ceiling
+        self.device, self.ceiling = device, ceiling
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = []
         self.live_bytes = self.peak_bytes = self.steps = 0
         self.refused: tuple[int, Storage] | None = None  # what last passed the ceiling, after how many events
         self._rounding = CUDA_ROUNDING if device.type == "cuda" else 1
-        self._live: dict[int, Watched] = {}
-        self._phase = FORWARD
-        self._on = self._recomputing = False
+        self._live: dict[int, Watched] = {}  # by the storage's id
+        self._phase, self._on, self._recomputing = FORWARD, False, False
         self._optimizing: torch.optim.Optimizer | None = None
         self.modules = RunningModules()
         self._parameter_names = WeakTensorKeyDictionary()
         self._skipped: dict[CodeType, bool] = {}
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._hooks, self._optimizer_hooks = ExitStack(), ExitStack()
-        self._outer: TorchDispatchMode | None = None
+        self._outer: dispatch.TorchDispatchMode | None = None
 
     def __enter__(self) -> "StorageLog":
         self._optimizer_hooks.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
         self._optimizer_hooks.callback(register_optimizer_step_post_hook(self._optimizer_returns).remove)
-        self._outer = _get_current_dispatch_mode()
+        self._outer = dispatch._get_current_dispatch_mode()
         self.resume()
         return self
 
@@ -68,7 +74,7 @@ class StorageLog(TorchDispatchMode):
         self.close()
 
     def close(self) -> None:
-        """Follow nothing any more: what is freed from now on is not logged."""
+        """Follow nothing any more, not even what is freed."""
         if self._optimizing is not None:  # ended by an error: what state it has made is state
             self.know_optimizer(self._optimizing)
         self.know_gradients()
@@ -78,9 +84,8 @@ class StorageLog(TorchDispatchMode):
         self._live.clear()
 
     def pause(self) -> bool:
-        """Cost nothing until `resume()`: only what was seen so far is followed. False, and nothing done, where
-        another dispatch mode began meanwhile: the modes are a stack."""
-        if _get_current_dispatch_mode() is not self:
+        """Follow no operation until `resume()`; False, and nothing done, where another dispatch mode began meanwhile."""
+        if dispatch._get_current_dispatch_mode() is not self:
             return False
         super().__exit__(None, None, None)
         self._hooks.close()
@@ -90,7 +95,7 @@ class StorageLog(TorchDispatchMode):
 
     def resume(self) -> bool:
         """Go on after `pause()`; False, and nothing done, where another dispatch mode began meanwhile."""
-        if _get_current_dispatch_mode() is not self._outer:
+        if dispatch._get_current_dispatch_mode() is not self._outer:
             return False
         self._hooks.callback(register_module_forward_pre_hook(self._module_begins).remove)
         self._hooks.callback(register_module_forward_hook(self._module_returns, always_call=True).remove)
@@ -103,8 +108,6 @@ class StorageLog(TorchDispatchMode):
 
     def mark(self, what: str) -> None:
         self.marks.append((len(self.events), what))
-
-    # What the caller, or a hook, knows about tensors.
 
     def know_module(self, module: torch.nn.Module) -> None:
         """Its parts by their names, and its parameters, buffers and gradients."""
@@ -151,12 +154,11 @@ class StorageLog(TorchDispatchMode):
             if watched is not None and not (known := self.storages[watched.number]).role:
                 known.role, known.name = role, name
 
-    # What happens around the operations.
-
     def _here(self) -> bool:
         """Hooks are global: not another thread's modules, save those of a backward, and not a forked worker's."""
         same_thread = threading.get_ident() == self._thread or running_backward() >= 0
-        return self._on and same_thread and os.getpid() == self._process
+        on = self._on and same_thread and os.getpid() == self._process
+        return on and any(mode is self for mode in dispatch._get_current_dispatch_mode_stack())
 
     def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
         if self._here():
@@ -189,8 +191,6 @@ class StorageLog(TorchDispatchMode):
             self.know_gradients()
         self._phase = phase
         self.mark(phase)
-
-    # The operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -249,6 +249,7 @@ class StorageLog(TorchDispatchMode):
         elif watched.nbytes != (nbytes := self._rounded(self._resized(storage, watched))):
             change, watched.nbytes = nbytes - watched.nbytes, nbytes
             self._change(watched.number, change)
+            self._hold_to_ceiling(0, self.storages[watched.number])
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._rounding) * self._rounding
@@ -269,22 +270,22 @@ class StorageLog(TorchDispatchMode):
             source=source,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
-            needs_grad=any(each.requires_grad for each in tensors_in(args)) if made_by else tensor.requires_grad,
+            needs_grad=needs_grad(args if made_by else tensor),
             inside=bool(self.modules) or (self._phase == BACKWARD and self._recomputing),
             recording=torch.is_grad_enabled(),
             found=not made_by,
         )
-        if self.ceiling is not None and self.live_bytes + nbytes > self.ceiling:
-            self.refused = len(self.events), new
-            raise torch.OutOfMemoryError(
-                f"Emulated CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {described(new)}: "
-                f"{format_bytes(self.live_bytes)} of a budget of {format_bytes(self.ceiling)} are in use."
-            )
+        self._hold_to_ceiling(nbytes, new)
         watched = Watched(storage, self._gone)
         watched.key, watched.number, watched.nbytes = id(storage), len(self.storages), nbytes
         self._live[watched.key] = watched
         self.storages.append(new)
         self._change(watched.number, nbytes)
+
+    def _hold_to_ceiling(self, nbytes: int, of: Storage) -> None:
+        if self.ceiling is not None and self.live_bytes + nbytes > self.ceiling:
+            self.refused = len(self.events), of
+            raise emulated_error(nbytes, of, self.live_bytes, self.ceiling)
 
     def _gone(self, watched: Any) -> None:
         if self._live.pop(watched.key, None) is None:

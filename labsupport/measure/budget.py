@@ -70,13 +70,15 @@ def memory_budget(
                 yield ledger
     except Exception as error:
         if is_out_of_memory(error):
-            error.ledger = ledger  # type: ignore[attr-defined]
+            error.ledger, error.limit_bytes = ledger, ceiling  # type: ignore[attr-defined]
             traceback.clear_frames(error.__traceback__)
         raise
 
 
 @contextmanager
 def _share_of(device: torch.device, ceiling: int) -> Iterator[None]:
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     _, total = torch.cuda.mem_get_info(device)
     if ceiling > total:
         raise ValueError(f"a budget of {format_bytes(ceiling)} is more than the {format_bytes(total)} of {device}")

@@ -33,9 +33,10 @@ class MemoryLedger:
     rounded as the allocator rounds them, `peak_bytes` is the allocator's own, and what no tensor shows is "untracked".
 
     Categories are decided afterwards, from the log. A forward's tensor is an "activation" if it is still there when
-    the outermost module returns or the backward begins, else "temporary"; "input" if it was there before, or was
-    made outside of modules from nothing that needs a gradient. What is still there when the next forward begins, and
-    no backward frees, is "kept": some name in Python holds it.
+    the outermost module returns or the backward begins, else "temporary". It is "input" if it was there before (and is
+    no leaf that needs a gradient: that is a "parameter"), or was made outside of modules from nothing that needs a
+    gradient. What is still there when the next forward begins, and no backward frees, is "kept": some name in Python
+    holds it.
 
     Raises RuntimeError when entered twice, and for compiled modules. Operations of other threads are not seen; their
     tensors count from the first use by this one. Forked loader workers are left alone.
@@ -61,6 +62,8 @@ class MemoryLedger:
         first = next((p for each in self._models for p in each.parameters()), None)
         default = log.device if log is not None else first.device if first is not None else "cpu"
         self.device = torch.device(device if device is not None else default)
+        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.log = log if log is not None else StorageLog(self.device)
         self._entered = False
         self._allocator: dict[str, int] = {}
@@ -158,8 +161,9 @@ class MemoryLedger:
         module that ran when it was made, or whose backward ran. "" is outside of all modules.
         """
         table: dict[str, dict[str, int]] = {}
+        root = next(iter(self.log.modules.order), "")
         for each in self._live_at(at):
-            owner = each.name.rpartition(".")[0] if each.name else each.module
+            owner = (each.name.rpartition(".")[0] or root) if each.name else each.module
             parts = table.setdefault(owner, defaultdict(int))
             parts[each.category] += each.nbytes
         order = {module: place for place, module in enumerate(self.log.modules.order)}

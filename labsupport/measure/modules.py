@@ -1,5 +1,6 @@
 """Which module runs now, or made the autograd node that runs now."""
 
+import threading
 import weakref
 from bisect import bisect_right
 from typing import Any
@@ -18,6 +19,7 @@ class RunningModules:
         self.order: dict[str, None] = {}  # the names it was told, in the order of the model
         self._running: list[str] = []
         self._made_by: list[tuple[int, str]] = [(-1, "")]  # from this autograd node on, the module
+        self._thread = threading.get_ident()
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -35,11 +37,15 @@ class RunningModules:
                 "torch.cuda.max_memory_allocated()"
             )
         self._running.append(self.names.get(module) or type(module).__name__)
-        self._made_by.append((next_sequence(), self._running[-1]))
+        self._remember()
 
     def returns(self) -> None:
         if self._running:
             self._running.pop()
+            self._remember()
+
+    def _remember(self) -> None:
+        if threading.get_ident() == self._thread:  # the backward of a GPU recomputes in a thread that counts anew
             self._made_by.append((next_sequence(), self._running[-1] if self._running else ""))
 
     def clear(self) -> None:

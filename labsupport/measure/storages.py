@@ -1,6 +1,7 @@
 """What is known of one storage, and which storages a nest of tensors has."""
 
 import linecache
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
+from labsupport.units import format_bytes
+
 # A tensor's source line is the innermost one outside of these: not torch's, and not ours.
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
 
 @dataclass(slots=True)
@@ -75,6 +78,21 @@ def described(storage: Storage, *, line: bool = True) -> str:
     made = storage.op.rpartition(".")[0] or storage.role or "a tensor that was there"
     module = f" in {storage.module}" if storage.module else ""
     return f"{made}{module}{'' if storage.found else f' ({storage.phase})'}{where}"
+
+
+def emulated_error(nbytes: int, of: Storage, live_bytes: int, ceiling: int) -> torch.OutOfMemoryError:
+    """What a CPU raises in the place of CUDA's error."""
+    return torch.OutOfMemoryError(
+        f"Emulated CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {described(of)}: "
+        f"{format_bytes(live_bytes)} of a budget of {format_bytes(ceiling)} are in use."
+    )
+
+
+def needs_grad(arguments: Any) -> bool:
+    """Whether a gradient is wanted of an operation's arguments; of a tensor alone, whether it is trained."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.requires_grad and arguments.is_leaf
+    return any(each.requires_grad for each in tensors_in(arguments))
 
 
 def source_line(file: str, line: int) -> str:

@@ -104,8 +104,8 @@ def _phases(axes: Any, timeline: Timeline) -> None:
     ends = [start for start, _ in timeline.phases[1:]] + [len(timeline.total) - 1]
     for (start, phase), end in zip(timeline.phases, ends, strict=True):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        if end - start > 0.09 * len(timeline.total):
-            axes.annotate(phase, ((start + end) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+        if end - start > 0.07 * len(timeline.total):
+            axes.annotate(phase, ((start + end) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
 
 
 @plot.register

@@ -84,9 +84,12 @@ class MemoryPlan:
             return 0
         if not rising:
             return None
-        fits, fails = 0, 1 + min((ceiling - each.fixed) // each.per_sample for each in rising)
-        while fails - fits > 1:  # where nothing is rounded, the first try is the last
-            tried = fails - 1 if fits == 0 else (fits + fails) // 2
+        most = min((ceiling - each.fixed) // each.per_sample for each in rising)
+        if most == 0 or self._fits(most, ceiling):
+            return most
+        fits, fails = 0, most  # rounding takes its part
+        while fails - fits > 1:
+            tried = (fits + fails) // 2
             if self._fits(tried, ceiling):
                 fits = tried
             else:

@@ -134,6 +134,18 @@ def test_a_budget_around_it_tells_as_well():
     assert "the batch is not what grows" in report.batch_from
 
 
+def test_a_full_budget_around_it_leaves_room_for_the_plan():
+    with memory_budget("1MiB"):
+        report, _ = run_out(lambda: training(1000, leak=True), WORKLOAD)
+    assert report.largest_batch == plan_memory(WORKLOAD).max_batch("1MiB")
+
+
+def test_whatever_hinders_the_plan_the_error_is_that_of_memory():
+    alone = Workload("alone", lambda: nn.Linear(64, 64), WORKLOAD.batch, WORKLOAD.loss, torch.optim.Adam)
+    report, _ = run_out(too_large, alone, Recipe(checkpointing=True))
+    assert report.largest_batch is None and "no Sequential or ModuleList" in report.batch_from
+
+
 def test_many_small_tensors_are_added_up():
     def loop():
         with memory_budget("1MiB"):

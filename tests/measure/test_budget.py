@@ -253,6 +253,11 @@ def test_an_error_inside_leaves_no_hooks_and_the_numbers():
     assert ledger.live_bytes == sum(ledger.at_end().values()) == size(model) + x.nbytes
 
 
+def test_growth_in_place_passes_no_ceiling():
+    with pytest.raises(torch.OutOfMemoryError), memory_budget("1MiB"):
+        torch.empty(1).resize_(10_000_000)
+
+
 # CUDA, without a device.
 
 
@@ -265,6 +270,7 @@ def cuda(monkeypatch):
         calls.append(fraction)
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.75)

@@ -488,3 +488,10 @@ def test_the_same_bytes_with_other_kernels():
     tests = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tests, capture_output=True, text=True)
     assert json.loads(done.stdout) == train_cnn()[1].at_peak(), done.stderr
+
+
+def test_the_parameters_of_a_model_that_has_no_parts_are_its_own():
+    model = nn.Linear(8, 8)
+    with MemoryLedger(model) as ledger:
+        pass
+    assert ledger.by_module(at=-1) == {"Linear": {"parameter": 8 * 8 * 4 + 8 * 4}}

@@ -89,9 +89,9 @@ def test_tied_weights_and_live_objects():
     gradients = [p.grad.clone() for p in model.parameters()]
     state = {name: value.clone() for name, value in optimizer.state[model[0].weight].items()}
     torch.manual_seed(3)
-    random = torch.get_rng_state()
+    state_of_torch = torch.get_rng_state()
     plan = plan_memory(live)
-    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(state_of_torch, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(torch.equal(old, p.grad) for old, p in zip(gradients, model.parameters(), strict=True))
     assert all(torch.equal(old, optimizer.state[model[0].weight][name]) for name, old in state.items())
@@ -263,3 +263,35 @@ def test_for_cuda_it_is_an_estimate_that_says_what_is_not_in_it():
     wide = plain(model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(300))), optimizer=torch.optim.Adam)
     temporary = [plan_memory(wide, target=target).at_peak(2)["temporary"] for target in ("cpu", "cuda")]
     assert temporary[1] > 100 * temporary[0]  # foreach: of all parameters at once
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention, self.options = (
+            nn.MultiheadAttention(32, 4, batch_first=True, **options),
+            {"need_weights": False},
+        )
+
+    def forward(self, x):
+        return self.attention(x, x, x, **self.options)[0]
+
+
+def test_cudas_kernels_are_taken_within_torchs_own_modules():
+    padded = plain(model=lambda: Attends(dropout=0.1), batch=lambda n, device: torch.randn(n, 40, 32, device=device))
+    cpu, cuda = (plan_memory(padded, target=target) for target in ("cpu", "cuda"))
+    scores = 64 * 4 * 40 * 40 * 4
+    assert cpu.at_peak(64)["activation"] - cuda.at_peak(64)["activation"] > scores  # with dropout a CPU writes them out
+
+
+def test_a_dropout_that_drops_nothing_costs_nothing():
+    drops = plain(model=lambda: nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.0)))
+    plain_one = plain(model=lambda: nn.Sequential(nn.Linear(8, 512)))
+    assert plan_memory(drops, target="cuda").peak_bytes(64) == plan_memory(plain_one, target="cuda").peak_bytes(64)
+
+
+def test_the_largest_batch_where_rounding_takes_most():
+    tiny = Moment(0, 4, (Size("activation", 0, 1, 4),), "")
+    plan = MemoryPlan("tiny", Recipe(), "cuda", (tiny,))
+    largest = plan.max_batch(1 << 20)
+    assert plan.peak_bytes(largest) <= 1 << 20 < plan.peak_bytes(largest + 1)
