@@ -84,7 +84,7 @@ class StorageLog(dispatch.TorchDispatchMode):
         self._live.clear()
 
     def pause(self) -> bool:
-        """Follow no operation until `resume()`; False, and nothing done, where another dispatch mode began meanwhile."""
+        """Follow no operation until `resume()`; False, and nothing done, where another mode began meanwhile."""
         if dispatch._get_current_dispatch_mode() is not self:
             return False
         super().__exit__(None, None, None)
