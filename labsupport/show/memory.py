@@ -30,9 +30,8 @@ def plot_ledger(ledger: MemoryLedger, *, by_module: bool = False) -> Figure:
         return _modules(ledger)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 3), layout="constrained")
     timeline, parts = ledger.timeline(), ledger.at_peak()
-    shown = [
-        name for name in CATEGORIES if parts[name] or (name in timeline.bytes_of and timeline.bytes_of[name].any())
-    ]
+    least = ledger.peak_bytes / 1000  # the four bytes of a loss need no colour
+    shown = [name for name in CATEGORIES if max(parts[name], timeline.bytes_of[name].max()) > least]
     _bars(left, {name: parts[name] for name in shown})
     left.set_title(f"At the peak: {format_bytes(ledger.peak_bytes)}", loc="left")
     _areas(right, timeline, shown)

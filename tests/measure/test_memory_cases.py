@@ -1,6 +1,7 @@
 """Memory problems that people reported, re-created: the ledger has to show the right bytes, exactly."""
 
 import io
+import weakref
 
 import pytest
 import torch
@@ -284,12 +285,12 @@ def test_c11_create_graph_makes_a_cycle(how, growth):
         if how == "then None":
             w.grad = None
         elif how == "create_graph":
-            leaked.append(w)  # to break the cycle after the test
+            leaked.append(weakref.ref(w))  # keeps nothing: only to break the cycle after the test
 
     sizes, _ = live_after_each(iteration, 4)
     assert steps_of(sizes) == {growth}
     for w in leaked:
-        w.grad = None
+        w().grad = None  # there is one, though no name holds it
 
 
 # C12

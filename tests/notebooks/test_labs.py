@@ -174,6 +174,9 @@ def test_the_numbers_of_lab_02_tell_one_story():
         leaks = [of[f"leak_{name}"] for name in ("validation", "running_loss", "one_row", "features")]
         assert leaks == [2 * 128 * 256 * 4 + 128 * 10 * 4, 0, 128 * 256 * 4, 256 * 4]
         assert of["leak_recurrent"] == 2 * 32 * 64 * 4 and of["leak_penalty"] == 6 * 128 * 128 * 4
+        # In units of a MiB: results of conv1 and relu1, maxima and their places; then the same of the other two blocks,
+        # save the last pooling, which is still at work.
+        assert of["first_block_share"] == pytest.approx((8 + 8 + 2 + 4) / (22 + 4 + 4 + 1 + 2 + 2 + 2), rel=1e-3)
         assert (of["largest_fits"], of["one_more_fits"]) == (1, 0)
         assert of["profiler_over_ledger"] == 1 <= of["allocator_over_ledger"] < 1.2
 
