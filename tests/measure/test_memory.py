@@ -495,3 +495,20 @@ def test_the_parameters_of_a_model_that_has_no_parts_are_its_own():
     with MemoryLedger(model) as ledger:
         pass
     assert ledger.by_module(at=-1) == {"Linear": {"parameter": 8 * 8 * 4 + 8 * 4}}
+
+
+def test_what_shrinks_is_no_growth():
+    kept = [torch.randn(64), torch.randn(64)]
+    with MemoryLedger(inputs=kept) as ledger:
+        for _ in range(2):
+            ledger.mark()
+            kept.pop()
+    assert ledger.iterations == (512, 256)
+    assert ledger.growth(since=1) == ()
+
+
+def test_a_tensor_given_by_name_was_there_and_is_not_made():
+    a, result = torch.randn(64), torch.empty(64)
+    with MemoryLedger() as ledger:
+        torch.mul(a, a, out=result)
+    assert [(each.found, each.nbytes) for each in ledger.log.storages] == [(True, 256), (True, 256)]
