@@ -27,7 +27,7 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/labs run
 	$(BIN)/labs check
-	$(BIN)/python -m pytest --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg --nbval-cell-timeout 300 notebooks/00_*.ipynb
+	LABS_RUN=1 $(BIN)/python -m pytest --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg --nbval-cell-timeout 300 notebooks/00_*.ipynb
 	$(BIN)/python -m pytest
 
 install: $(STAMP)
