@@ -18,6 +18,7 @@ _EXPORTS = {
     "Recipe": "labsupport.train.recipe",
     "build_step": "labsupport.train.step",
     "plan_memory": "labsupport.train.plan",
+    "find_batch_size": "labsupport.train.batch_size",
     "ExperimentLog": "labsupport.diagnose.experiments",
     "explain_oom": "labsupport.diagnose.out_of_memory",
     "plot": "labsupport.show.plots",
