@@ -64,14 +64,21 @@ class BatchSizeResult:
         return {"application/vnd.labsupport.memory+json": {"batch": self.name}, "text/plain": said + measured}
 
 
-def nothing_fits(name: str, trials: Sequence[Trial], ceiling: int, error: Any, more: str) -> torch.OutOfMemoryError:
+def nothing_fits(name: str, trials: Sequence[Trial], ceiling: int, error: Any, more: str) -> Exception:
+    """What to raise where no size fits. `error` is the last one of memory, `more` is what else there is to say."""
     smallest = min(trial.size for trial in trials)
+    samples = "sample" if smallest == 1 else "samples"
+    if error is None and any(trial.timed_out for trial in trials):
+        return TimeoutError(
+            f"{name}: the trial of {smallest} {samples} was ended by the time limit: give a longer trial_limit_s"
+        )
     ledger = getattr(error, "ledger", None)
     parts = {} if ledger is None else ledger.timeline().at(-1 if not ledger.log.refused else ledger.log.refused[0])
     live = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes)
+    resident = f"Parameters, buffers and optimizer state alone take {format_bytes(trials[-1].peak_bytes)}"
     found = torch.OutOfMemoryError(
-        f"{name}: not even {smallest} {'sample fits' if smallest == 1 else 'samples fit'} in {format_bytes(ceiling)}"
-        f"{more}. Live when memory ran out: {live or 'nothing that was seen'}"
+        f"{name}: not even {smallest} {samples} {'fits' if smallest == 1 else 'fit'} in {format_bytes(ceiling)}"
+        f"{more}. {f'Live when memory ran out: {live}' if live else resident}"
     )
     found.ledger, found.limit_bytes, found.trials = ledger, ceiling, tuple(trials)  # type: ignore[attr-defined]
     return found

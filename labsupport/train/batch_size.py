@@ -1,7 +1,8 @@
 """The largest batch that fits, the knee of throughput, and which batch to take."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labsupport.devices import choose_device
 from labsupport.limits import allowed_memory_bytes
+from labsupport.measure.state import KeptState
 from labsupport.measure.stopwatch import check_callable, check_positive
 from labsupport.train.any_size import OwnStep, WorkloadStep
 from labsupport.train.batch_result import BatchSizeResult, nothing_fits
@@ -75,59 +77,77 @@ def find_batch_size(
     at = torch.device(device) if device is not None else choose_device().device
     ceiling, budget_from = _ceiling(budget, at)
     most, limit = _limit(workload, max_batch, multiple_of)
-    subject: WorkloadStep | OwnStep
-    if workload is not None:
-        subject = WorkloadStep(workload, recipe or Recipe(), state, at, min(2 * multiple_of, most or 2 * multiple_of))
-    else:
-        subject = OwnStep(step, state)  # type: ignore[arg-type]
-    planned, says = _plan(workload, recipe, at, subject.things, ceiling) if plan else (None, "no plan was asked for")
-    trials = Trials(subject, subject.things, at, ceiling, trial_limit_s, subject.release)
+    with _random_states_kept():  # the first batch is made before there is a state to keep
+        subject: WorkloadStep | OwnStep
+        if workload is not None:
+            first = min(2 * multiple_of, most or 2 * multiple_of)
+            subject = WorkloadStep(workload, recipe or Recipe(), state, at, first)
+        else:
+            subject = OwnStep(step, state)  # type: ignore[arg-type]
+        planned, says = (
+            _plan(workload, recipe, at, subject.things, ceiling) if plan else (None, "no plan was asked for")
+        )
+        trials = Trials(subject, subject.things, at, ceiling, trial_limit_s, subject.release)
+        predict = partial(_predicted, plan=planned, ceiling=ceiling)
+        search = Search(
+            partial(_tried, trials, progress),
+            predict,
+            at_most=most,
+            limit=limit,
+            multiple_of=multiple_of,
+            tolerance=tolerance,
+            max_trials=max_trials,
+            trial_limit_s=trial_limit_s,
+        )
+        stopped_by = _searched(search, planned.max_batch(ceiling) if planned else None, trials, subject.name)
+        result = BatchSizeResult(
+            subject.name,
+            None if step else recipe or Recipe(),
+            search.low * multiple_of,
+            stopped_by,
+            ceiling,
+            budget_from,
+            tuple(search.trials),
+            says,
+        )
+        if not knee:
+            return result
+        room = int((1 - headroom) * ceiling)
+        with_room = _predicted(search.trials, planned, room) or result.max_batch
+        with_room = min(result.max_batch, int(with_room) // multiple_of * multiple_of)
+        return _with_knee(result, trials, subject, with_room, room, multiple_of)
 
-    def run(size: int, why: str) -> Trial:
-        try:
-            trial = trials.run(size, why)
-        except Exception as error:
-            if size == 1 and search.trials and not search.low:  # BatchNorm refuses one sample
-                raise NothingFits(f"; {size} sample is refused: {error}") from error
-            raise
-        if progress:
-            progress(str(trial))
-        return trial
 
-    search = Search(
-        run,
-        partial(_predicted, plan=planned, ceiling=ceiling),
-        at_most=most,
-        limit=limit,
-        multiple_of=multiple_of,
-        tolerance=tolerance,
-        max_trials=max_trials,
-        trial_limit_s=trial_limit_s,
-    )
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    kept = KeptState([])
     try:
-        stopped_by = search.find(_least(told_by_all(planned.max_batch(ceiling) if planned else None)))
-    except NothingFits as refused:
-        raise nothing_fits(subject.name, search.trials, ceiling, trials.out_of_memory, str(refused)) from None
+        yield
+    finally:
+        kept.put_back()
+
+
+def _tried(trials: Trials, progress: Callable[[str], Any] | None, size: int, why: str) -> Trial:
+    trial = trials.run(size, why)
+    if progress:
+        progress(str(trial))
+    return trial
+
+
+def _searched(search: Search, planned: int | None, trials: Trials, name: str) -> str:
+    """What ended the search. Errors leave with what was found until then."""
+    refused = ""
+    try:
+        return search.find(_least(told_by_all(planned)))
+    except NothingFits:
+        pass
     except Exception as error:
         done = "; ".join(map(str, search.trials)) or "none"
-        error.add_note(f"find_batch_size stopped: this is no error of memory. Trials before it: {done}")
-        raise
-    result = BatchSizeResult(
-        subject.name,
-        None if step else recipe or Recipe(),
-        search.low * multiple_of,
-        stopped_by,
-        ceiling,
-        budget_from,
-        tuple(search.trials),
-        says,
-    )
-    if not knee:
-        return result
-    room = int((1 - headroom) * ceiling)
-    with_room = _predicted(search.trials, planned, room) or result.max_batch
-    with_room = min(result.max_batch, int(with_room) // multiple_of * multiple_of)
-    return _with_knee(result, trials, subject, with_room, room, multiple_of)
+        if search.low or not search.trials:
+            error.add_note(f"find_batch_size stopped: this is no error of memory. Trials before it: {done}")
+            raise
+        refused = f", and a smaller one is refused: {error}"  # BatchNorm's word for one sample
+    raise nothing_fits(name, search.trials, trials.ceiling, trials.out_of_memory, refused)
 
 
 def _with_knee(

@@ -164,11 +164,10 @@ class Search:
     def _in_time(self) -> float:
         """The largest size whose trial should stay within the time limit, by the smallest and the largest that fit."""
         fitting = sorted((trial.size, trial.seconds) for trial in self.trials if trial.fits)
-        if not fitting or math.isinf(self._limit_s):
+        if len(fitting) < 2 or math.isinf(self._limit_s):
             return math.inf
-        size, seconds = fitting[-1]
-        first, first_s = fitting[0] if len(fitting) > 1 else (0, 0.0)
-        rise = (seconds - first_s) / (size - first) if size > first else 0.0
+        (first, first_s), (size, seconds) = fitting[0], fitting[-1]
+        rise = (seconds - first_s) / max(1, size - first)
         if rise <= 0:
             return math.inf
         return max(self.low, int(size + (SAFETY * self._limit_s - seconds) / rise) // self._unit)
@@ -176,7 +175,7 @@ class Search:
     def _end(self, trial: Trial) -> None:
         low, high, size = self.low, self.high, trial.size // self._unit
         if trial.timed_out:
-            self._most, self._limit = size - 1, "time limit"
+            self._most, self._limit = (low + size) // 2, "time limit"  # nearer ones would be late too
         if self._most is not None and low >= self._most > 0:
             raise _Stopped(self._limit)
         if self._most == 0 or high == 1:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labsupport.measure.budget import is_out_of_memory, memory_budget
 from labsupport.measure.state import KeptState
+from labsupport.measure.storages import tensors_in
 from labsupport.train.ranks import told_by_all
 from labsupport.train.search import Trial
 
@@ -137,11 +138,20 @@ class Trials:
             asked = log.refused[1].nbytes if log.refused else 0
             found.peak = asked + int(changes[: log.refused[0]].sum()) if log.refused else log.peak_bytes
             found.peak += self._buckets
+        elif self.device.type != "cuda":  # what is there before the first operation is too much
+            found.peak = self._resident()
         elif found.fits:
             found.levels, found.peak = np.array(phases), max(phases, default=0)
         else:
             found.peak = torch.cuda.max_memory_allocated(self.device)
         return found
+
+    def _resident(self) -> int:
+        """Bytes of parameters, buffers and optimizer state."""
+        buffers = [buffer for model in self._models for buffer in model.buffers()]
+        states = [tensor for each in self._optimizers for tensor in tensors_in(list(each.state.values()))]
+        storages = {each.untyped_storage() for each in (*self._parameters, *buffers, *states)}
+        return sum(each.nbytes() for each in storages) + self._buckets
 
     def _call(self, size: int, calls: int | None) -> None:
         """So many calls, or until two of them made an optimizer step."""
