@@ -49,10 +49,11 @@ class Trials:
         self._parameters = list({id(p): p for p in (*of_models, *optimized)}.values())
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
         self.out_of_memory: BaseException | None = None  # the last one
-        self._buckets = 0
-        for each in {id(part): part for model in self._models for part in model.modules()}.values():
-            if isinstance(each, DistributedDataParallel) and not each.gradient_as_bucket_view:
-                self._buckets += sum(p.nbytes for p in each.parameters() if p.requires_grad)
+        parts = {id(part): part for model in self._models for part in model.modules()}.values()
+        # Trials do not synchronise, so DDP's buckets are not seen; they are there all the same, and with
+        # gradient_as_bucket_view the gradients lie in them: there the sum is too much by some of those.
+        self._wrapped = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        self._buckets = sum(p.nbytes for each in self._wrapped for p in each.parameters() if p.requires_grad)
 
     def lend(self) -> None:
         for parameter in self._parameters:
@@ -177,10 +178,8 @@ class Trials:
     def without_synchronisation(self) -> Iterator[None]:
         """The ranks do not wait for one another within a step: one that runs out of memory would never come."""
         with ExitStack() as stack:
-            for model in self._models:
-                for part in model.modules():
-                    if isinstance(part, DistributedDataParallel):
-                        stack.enter_context(part.no_sync())
+            for each in self._wrapped:
+                stack.enter_context(each.no_sync())
             yield
 
 
