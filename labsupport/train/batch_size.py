@@ -75,7 +75,7 @@ def find_batch_size(
     """
     _check(workload, step, max_batch, multiple_of, tolerance, headroom, max_trials, trial_limit_s)
     at = torch.device(device) if device is not None else choose_device().device
-    ceiling, budget_from = _ceiling(budget, at)
+    ceiling, budget_from = ceiling_of(budget, at)
     most, limit = _limit(workload, max_batch, multiple_of)
     with _random_states_kept():  # the first batch is made before there is a state to keep
         subject: WorkloadStep | OwnStep
@@ -213,7 +213,8 @@ def _plan(
         return None, f"there is no plan: {error}"
 
 
-def _ceiling(budget: int | str | None, at: torch.device) -> tuple[int, str]:
+def ceiling_of(budget: int | str | None, at: torch.device) -> tuple[int, str]:
+    """Bytes that tensors may take on a device, and where that number is from."""
     if budget is not None:
         return parse_bytes(budget), "the budget given"
     if at.type == "cuda":

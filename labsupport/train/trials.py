@@ -48,6 +48,7 @@ class Trials:
         optimized = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
         self._parameters = list({id(p): p for p in (*of_models, *optimized)}.values())
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
+        self._warm = False
         self.out_of_memory: BaseException | None = None  # the last one
         parts = {id(part): part for model in self._models for part in model.modules()}.values()
         # Trials do not synchronise, so DDP's buckets are not seen; they are there all the same, and with
@@ -107,9 +108,10 @@ class Trials:
         return Trial(size, found.fits and not late, found.peak, seconds, why, late, found.levels)
 
     def peak_of(self, size: int) -> int:
-        """The peak of one more step, from whatever state there is."""
+        """The peak of one more step; the first time of two, for the optimizer's state."""
         with self.without_synchronisation():
-            found = self._steps(size, calls=1)
+            found = self._steps(size, calls=1 if self._warm else STEPS)
+        self._warm = True
         if self.out_of_memory is not None and not found.fits:
             raise self.out_of_memory
         return found.peak

@@ -1,0 +1,149 @@
+"""The batch panel says what the plan says, runs what it shows, and leaves live objects alone."""
+
+import copy
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+from labsupport.show.batch_panel import BATCHES, HERE, OPTIMIZERS, OWN, RUN, BatchPanel
+from labsupport.show.widgets import png_of
+from labsupport.train import Recipe, Workload, plan_memory
+from labsupport.train.throughput import Throughput, Timing
+from labsupport.units import format_bytes
+
+CURVE = Throughput(tuple(Timing(n, 0.01 + 0.001 * n, 0.1, 9, 1) for n in (2, 16, 128)), 0.01, 0.001, (80.0, 100.0))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("LABS_PROFILE", "cpu")
+
+
+def workload(model=None):
+    model = model or nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Workload(
+        "MLP",
+        lambda: model,
+        lambda n, device: (torch.randn(n, 64), torch.randint(10, (n,))),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda _: own,
+    )
+
+
+@pytest.fixture
+def panel():
+    return BatchPanel(workload(), budget="1MiB", throughput=CURVE)
+
+
+def html(panel):
+    return panel.box.children[-1].value
+
+
+def words(svg):
+    return " ".join(re.findall(r">([^<>]+)</text>", svg))
+
+
+@pytest.mark.parametrize("batch", [2, 64, 1024, 4096])
+def test_it_says_what_the_plan_says_to_the_byte(panel, batch):
+    panel.set(batch=batch)
+    plan = plan_memory(workload())
+    peak, largest = plan.peak_bytes(batch), plan.max_batch("1MiB")
+    verdict = "it fits" if peak <= 1 << 20 else "it does not fit"
+    assert panel.text.splitlines()[0] == f"{batch} samples need {format_bytes(peak)} of 1.00 MiB on {HERE}: {verdict}"
+    assert f"largest batch here: {largest}" in panel.text and f"largest batch here: {largest}" in words(panel.svg)
+    assert format_bytes(peak) in words(panel.svg) and verdict in words(panel.svg)
+    assert sum(panel.shown(panel.values).parts.values()) == peak and not panel.errors
+
+
+CHANGES = [
+    {"batch": 256},
+    {"precision": "bf16"},
+    {"optimizer": "AdamW"},
+    {"checkpointing": True},
+    {"accelerator": "T4 (16 GB)"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_each_knob_changes_picture_and_text(panel, change):
+    before = html(panel)
+    panel.set(**change)
+    assert html(panel) != before and not panel.errors
+    ET.fromstring(panel.svg)  # well formed
+
+
+def test_every_setting_can_be_drawn(panel):
+    for optimizer in (OWN, *OPTIMIZERS):
+        for batch in (BATCHES[0], BATCHES[-1]):
+            panel.set(optimizer=optimizer, batch=batch)
+            assert png_of(panel.svg).startswith(b"\x89PNG")
+    assert not panel.errors
+
+
+def test_an_accelerator_is_an_estimate_for_cuda(panel):
+    panel.set(accelerator="T4 (16 GB)", batch=256)
+    room = int(0.9 * 16e9)
+    assert "(an estimate)" in panel.text and format_bytes(room) in panel.text
+    largest = plan_memory(workload(), target="cuda").max_batch(room)
+    assert f"largest batch here: {largest}" in panel.text and "measured on this machine only" in panel.text
+
+
+def test_the_curve_belongs_to_the_setting_it_was_measured_at(panel):
+    assert "knee 90" in words(panel.svg) and "knee: 90 samples, 1000 samples/s at most (measured)" in panel.text
+    panel.set(precision="bf16")
+    assert "knee" not in words(panel.svg) and f"press '{RUN}'" in panel.text
+    panel.set(precision="fp32", batch=8)
+    assert "knee 90" in words(panel.svg)
+
+
+@pytest.mark.parametrize("optimizer", [OWN, "AdamW"])
+def test_predict_then_run_it(panel, optimizer):
+    panel.set(batch=128, optimizer=optimizer)
+    assert "measured" not in words(panel.svg).replace("not measured", "")
+    run = panel.run()
+    assert run.peak_bytes == run.predicted_bytes == panel.shown(panel.values).needed
+    assert run.samples_per_s == pytest.approx(128 / run.seconds)
+    assert f"measured {format_bytes(run.peak_bytes)}" in words(panel.svg) and 'class="measured"' in panel.svg
+    assert "+0 B off the prediction" in panel.text and "(measured)" in panel.text
+    panel.set(batch=64)
+    assert 'class="measured"' not in panel.svg
+    assert not panel.errors and panel.buttons[RUN].description == RUN
+
+
+def test_what_does_not_fit_is_not_run(panel):
+    panel.set(batch=4096)
+    with pytest.raises(ValueError, match="not run: 4096 samples do not fit on this machine: at most"):
+        panel.run()
+    assert "not run: 4096 samples" in html(panel) and not panel.errors
+
+
+def test_live_objects_are_as_before():
+    own = workload()
+    model, optimizer = own.model(), own.optimizer(None)
+    own.loss(model, own.batch(4, None)).backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    panel = BatchPanel(own, budget="1MiB")
+    for optimizer_name in (OWN, "Adam"):
+        panel.set(batch=32, optimizer=optimizer_name)
+        panel.run()
+    after = model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]
+    assert str(before) == str(after)
+
+
+def test_a_model_that_cannot_be_checkpointed_says_so():
+    panel = BatchPanel(workload(nn.Linear(64, 10)), budget="1MiB")
+    panel.set(checkpointing=True)
+    assert "cannot be planned: checkpointing: Linear has no Sequential" in panel.text and not panel.errors
+    with pytest.raises(ValueError, match="not run: this setting cannot be planned"):
+        panel.run()
+
+
+def test_one_sample_that_the_model_refuses_is_told():
+    normed = nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10))
+    panel = BatchPanel(workload(normed), Recipe(batch_size=1), budget="1MiB")
+    assert "1 sample" in panel.text and not panel.errors
