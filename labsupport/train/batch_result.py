@@ -40,6 +40,21 @@ class BatchSizeResult:
     def timings(self) -> tuple[Timing, ...]:
         return self.throughput.timings if self.throughput else ()
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers, without what the trials' predictions went by."""
+        curve = self.throughput
+        return {
+            "max_batch": self.max_batch,
+            "stopped_by": self.stopped_by,
+            "knee_batch": self.knee_batch,
+            "knee_interval": curve and curve.interval,
+            "recommended_batch": self.recommended_batch,
+            "reason": self.reason,
+            "plan": self.plan_says,
+            "trials": [{key: value for key, value in vars(trial).items() if key != "levels"} for trial in self.trials],
+            "timings": [{**vars(timing), "samples_per_s": timing.samples_per_s} for timing in self.timings],
+        }
+
     @property
     def lines(self) -> tuple[str, ...]:
         said = [
