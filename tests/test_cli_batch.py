@@ -28,7 +28,9 @@ def loss(model, batch):
 
 workload = Workload("mine", lambda: model, batch, loss, torch.optim.AdamW)
 made = lambda: workload
-refuses = Workload("branching", lambda: model, batch, lambda m, b: loss(m, b) if len(b[0]) < 3 else loss(m, b).exp(), torch.optim.AdamW)
+refuses = Workload(
+    "branching", lambda: model, batch, lambda m, b: loss(m, b) if len(b[0]) < 3 else loss(m, b).exp(), torch.optim.AdamW
+)
 nothing = lambda: 3
 broken = lambda: 1 / 0
 number = 3
