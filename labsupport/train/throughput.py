@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from labsupport.devices import choose_device
+from labsupport.measure.statistics import PairedRatio
 from labsupport.measure.stopwatch import Stopwatch
 from labsupport.train.any_size import WorkloadStep
 from labsupport.train.recipe import Recipe
@@ -19,7 +20,7 @@ from labsupport.train.workload import Workload
 from labsupport.units import format_bytes, format_seconds, parse_bytes
 
 SHARE = 0.9  # of the throughput that no batch size passes is what the knee reaches
-LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+LEAST_ROUNDS, MOST_ROUNDS = 6, 200
 TURN_S = 0.02  # a turn is one step, or as many as fill this
 SETTLE_BELOW_S = 0.1  # a shorter step is run once, untimed, after each switch to another size
 MOST_SIZES = 8
@@ -28,13 +29,15 @@ LONGEST_STEP_S = 1.0  # larger sizes are left out of the fit, if two stay
 
 @dataclass(frozen=True)
 class Timing:
-    """Steps of one size: the median, the interquartile range over it, how many, and their peak of memory."""
+    """Steps of one size: the median, the interquartile range over it, how many, and the peak of memory. `rounds_s` are
+    the medians of the rounds; empty if it was not timed in turns with the others."""
 
     size: int
     seconds: float
     spread: float
     n: int
     peak_bytes: int
+    rounds_s: tuple[float, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -74,9 +77,19 @@ class Throughput:
         """By the fit."""
         return size / (self.fixed_s + self.per_sample_s * size)
 
+    def gain(self, size: int, larger: int) -> PairedRatio:
+        """Samples a second with the larger size over those with the other, round by round. Raises ValueError for a size
+        that was not timed in turns."""
+        rounds = {each.size: each.rounds_s for each in self.timings if each.rounds_s}
+        if missing := [each for each in (size, larger) if each not in rounds]:
+            raise ValueError(f"{missing[0]} samples were not timed in turns; those that were: {list(rounds)}")
+        a, b = ([seconds / each for seconds in rounds[each]] for each in (size, larger))
+        return PairedRatio.of(a, b)
+
     def also(self, other: "Throughput") -> "Throughput":
         """The same fit, with the other's timings beside those it was made from."""
-        return replace(self, timings=tuple(sorted((*self.timings, *other.timings), key=lambda each: each.size)))
+        apart = [replace(each, rounds_s=()) for each in other.timings]
+        return replace(self, timings=tuple(sorted((*self.timings, *apart), key=lambda each: each.size)))
 
 
 def sizes_to_time(largest: int, step_s: float, multiple_of: int = 1) -> list[int]:
@@ -98,7 +111,7 @@ def time_sizes(
     agree: Callable[[Any], Any] = lambda mine: mine,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
-    """Time `step(size)` for each size in turns, up and down, for about so many seconds (five rounds at least), and fit.
+    """Time `step(size)` for each size in turns, up and down, for about so many seconds (six rounds at least), and fit.
 
     `peak_of(size)` runs one step and returns its peak in bytes, `prepare(size)` makes its batch; neither is timed.
     Ranks that step together have to do the same: `agree(mine)` returns what all of them take.
@@ -131,8 +144,8 @@ def fitted(sizes: Sequence[int], samples: Sequence[Sequence[Sequence[float]]], p
         float(np.subtract(*np.percentile(each, [75, 25]))) / middle for each, middle in zip(every, middles, strict=True)
     ]
     timings = [
-        Timing(size, float(middle), spread, len(each), peak)
-        for size, middle, spread, each, peak in zip(sizes, middles, spreads, every, peaks, strict=True)
+        Timing(size, float(middle), spread, len(each), peak, tuple(float(np.median(turn)) for turn in turns))
+        for size, middle, spread, each, peak, turns in zip(sizes, middles, spreads, every, peaks, samples, strict=True)
     ]
     fixed_s, per_sample_s = _line(np.array(sizes), middles)
     of_rounds = np.array([[float(np.median(turn)) for turn in turns] for turns in samples])
