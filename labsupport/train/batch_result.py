@@ -65,7 +65,7 @@ class BatchSizeResult:
         ]
         if self.throughput:
             low, high = self.throughput.interval
-            said += [f"  {timing}" for timing in self.timings]
+            said += [f"  {timing}" for timing in self.timings if timing.rounds_s]
             said += [f"knee: {self.throughput.knee:.0f} samples ({low:.0f} to {high:.0f})"]
             said += [f"recommended: {self.recommended_batch} samples: {self.reason}"]
         return tuple(said)

@@ -23,6 +23,11 @@ WRONG = {
         "scores_bytes": "4 * 256**2 * 4",  # of one sample
         "cat_bytes": "20 * 64 * 1000 * 4",  # the result alone
     },
+    "03": {
+        "card_batch": "int(0.9 * 16e9) // 25_000_000",  # without the fixed part
+        "knee_batch": "16",  # where both parts are equal: half of it
+        "micro_batch": "24",  # halved until it fits
+    },
 }
 
 

@@ -181,6 +181,23 @@ def test_the_numbers_of_lab_02_tell_one_story():
         assert of["profiler_over_ledger"] == 1 <= of["allocator_over_ledger"] < 1.2
 
 
+def test_the_numbers_of_lab_03_tell_one_story():
+    for of in stories_of("03"):
+        ratios = [of[f"ratio_{2 * small}_{small}"] for small in (8, 32, 128, 512)]
+        assert ratios == sorted(ratios) and 1 <= ratios[0] < 1.01 and 1.6 < ratios[-1] < 2
+        assert of["plan_off"] == of["panel_off"] == 0
+        # A list of doubling sizes finds the largest power of two, times eight.
+        assert of["loop_found"] <= of["max_batch"] < 2 * of["loop_found"]
+        assert of["loop_share"] == pytest.approx(of["loop_found"] / of["max_batch"], rel=1e-5)
+        assert of["loop_samples"] == 512 * sum(8 * 2**power <= of["max_batch"] for power in range(7))
+        assert of["search_samples"] == 2 * (2 * of["max_batch"] + 1) < of["loop_samples"]
+        assert (of["search_trials"], of["gan_trials"]) == (2, 5)
+        assert of["loop_tensors_changed"] == 14 and of["search_tensors_changed"] == 0 and of["text_matches"] == 0
+        assert of["steps_survived"] == 1 and 0 < of["half_changed"] < of["half_all"] == 6
+        assert of["gain_early"] > 1.5 > of["gain_late"] and 0 < of["enough_memory"] < 1
+        assert 1 <= of["recommended_batch"] <= of["max_batch"]
+
+
 OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
 
 

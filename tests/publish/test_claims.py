@@ -25,6 +25,16 @@ BUSY |= {"mfu_product": 1, "mfu_addition": 0.03, "mfu_tiny": 0.01}
 BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
+    "batch-affine": [
+        {"03/ratio_16_8": 1.5, "03/ratio_64_32": 1.5, "03/ratio_1024_512": 1.5},
+        {"03/ratio_16_8": 1.0, "03/ratio_64_32": 1.1, "03/ratio_1024_512": 1.3},
+    ],
+    "memory-80-90": [{"03/enough_memory": 0.85}, {"03/enough_memory": 0.3}],
+    "batch-search-loop": [
+        {"03/loop_share": 1, "03/loop_tensors_changed": 0, "03/text_matches": 1},
+        {"03/loop_share": 0.7, "03/loop_tensors_changed": 9, "03/text_matches": 1},
+    ],
+    "bigger-batch-faster": [{"03/gain_early": 2, "03/gain_late": 2}, {"03/gain_early": 1, "03/gain_late": 1}],
     "alloc-reserved": [
         {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.01},
         {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.4},
