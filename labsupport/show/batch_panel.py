@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from labsupport.devices import choose_device
+from labsupport.measure.budget import is_out_of_memory
 from labsupport.show.batch_picture import Shown, picture
 from labsupport.show.widgets import Panel, Values, choice, slider
 from labsupport.train.batch_size import ceiling_of
@@ -58,6 +60,7 @@ class BatchPanel(Panel):
     `budget` is what this machine has for tensors (default: as for `find_batch_size`). `throughput` was measured for
     the workload as it is, with `recipe`; for other settings there is no curve until they are run. A plan of each
     setting is built when it is first looked at, which takes a second or so; after that an answer takes microseconds.
+    A plan copies the workload's live objects, and a run trains them: neither begins before the other has ended.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class BatchPanel(Panel):
         throughput: Throughput | None = None,
     ) -> None:
         self._workload, self._recipe = workload, recipe or Recipe()
-        self._device = choose_device().device
+        self._device, self._budget_given = choose_device().device, budget is not None
         self._rooms = {HERE: ceiling_of(budget, self._device)[0], **rooms()}
         self._plans: dict[tuple[Any, ...], MemoryPlan | str] = {}
         self._planning = threading.RLock()
@@ -92,14 +95,12 @@ class BatchPanel(Panel):
         )
 
     def run(self) -> Run:
-        """What the button does, at the present setting. Raises ValueError where it is refused."""
-        values = self.values
-        self.press(RUN)
-        if (said := self._refused.get(self._key(values))) is not None:
-            raise ValueError(said)
-        if self.errors:
-            raise self.errors[-1]
-        return self._runs[self._key(values)]
+        """What the button does, at the present setting. Raises ValueError where it is refused, RuntimeError while it
+        runs already."""
+        found = self.press(RUN)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
 
     def largest(self, values: Values) -> int | None:
         """The largest batch at a setting; None where memory does not rise, or cannot be planned."""
@@ -110,7 +111,8 @@ class BatchPanel(Panel):
         """Everything that the picture tells."""
         plan, batch = self._plan(values), values["batch"]
         try:
-            parts, problem = ({}, plan) if isinstance(plan, str) else (plan.at_peak(batch), "")
+            with self._planning if batch == 1 else nullcontext():  # a plan traces one sample when it is asked for
+                parts, problem = ({}, plan) if isinstance(plan, str) else (plan.at_peak(batch), "")
         except ValueError as error:  # one sample that a model does not take
             parts, problem = {}, str(error)
         run = self._runs.get(self._key(values))
@@ -137,10 +139,13 @@ class BatchPanel(Panel):
         estimate = " (an estimate)" if self._target(values) == "cuda" else ""
         if shown.problem:
             return (shown.problem,)
+        free = values["accelerator"] == HERE and not self._budget_given  # how much that is differs from run to run
+        mark = " (measured)" if free else ""
+        need = "sample needs" if shown.batch == 1 else "samples need"
         said = [
-            f"{shown.batch} samples need {format_bytes(shown.needed)} of {format_bytes(shown.ceiling)} on "
-            f"{shown.place}{estimate}: {'it fits' if shown.fits else 'it does not fit'}",
-            f"largest batch here: {'any' if shown.largest is None else shown.largest}",
+            f"{shown.batch} {need} {format_bytes(shown.needed)} of {format_bytes(shown.ceiling)} on "
+            f"{shown.place}{estimate}: {'it fits' if shown.fits else 'it does not fit'}{mark}",
+            f"largest batch here: {'any' if shown.largest is None else shown.largest}{mark}",
         ]
         if curve := shown.throughput:
             said.append(f"knee: {curve.knee:.0f} samples, {curve.asymptote:.0f} samples/s at most (measured)")
@@ -156,25 +161,45 @@ class BatchPanel(Panel):
             said.append(said_no)
         return tuple(said)
 
-    def _run(self, values: Values) -> None:
-        key, batch = self._key(values), values["batch"]
-        self._refused.pop(key, None)
-        here = {**values, "accelerator": HERE}
-        plan = self._plan(here)
-        most = self.largest(here)
-        if isinstance(plan, str) or (most is not None and batch > most):
-            why = plan if isinstance(plan, str) else f"{batch} samples do not fit on this machine: at most {most} do"
-            self._refused[key] = f"not run: {why}"
-            return
-        timed = measure_throughput(
-            self._workload_of(values),
-            self._recipe_of(values),
-            [batch],
-            budget=self._rooms[HERE],
-            device=self._device,
-            seconds=1.0,
-        )
-        self._runs[key] = Run(plan.peak_bytes(batch), timed.timings[0])
+    def _run(self, values: Values) -> Run | str:
+        """What was measured, or why nothing was."""
+        key, here = self._key(values), {**values, "accelerator": HERE}
+        with self._planning:
+            self._refused.pop(key, None)
+            if isinstance(self._plan(here), str):  # a cell that trained the same model meanwhile may have been why
+                del self._plans[self._plan_key(here)]
+            found = self._measured(self._plan(here), here)
+            if isinstance(found, str):
+                self._refused[key] = found
+            else:
+                self._runs[key] = found
+        return found
+
+    def _measured(self, plan: MemoryPlan | str, values: Values) -> Run | str:
+        batch = values["batch"]
+        if isinstance(plan, str):
+            return f"not run: {plan}"
+        try:
+            predicted = plan.peak_bytes(batch)
+        except ValueError as error:  # one sample that a model does not take
+            return f"not run: {error}"
+        if predicted > self._rooms[HERE]:
+            most = plan.max_batch(self._rooms[HERE])
+            return f"not run: {batch} samples do not fit on this machine: at most {most} do"
+        try:
+            timed = measure_throughput(
+                self._workload_of(values),
+                self._recipe_of(values),
+                [batch],
+                budget=self._rooms[HERE],
+                device=self._device,
+                seconds=1.0,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"out of memory: {batch} samples need more than the plan says ({format_bytes(predicted)}) (measured)"
+        return Run(predicted, timed.timings[0])
 
     def _workload_of(self, values: Values) -> Workload:
         own = values["optimizer"] == OWN
@@ -189,15 +214,20 @@ class BatchPanel(Panel):
         return recipe.but(batch_size=1), optimizer
 
     def _key(self, values: Values) -> tuple[Any, ...]:
-        return tuple(values.values())
+        """A run is one of this machine, whatever accelerator is looked at."""
+        return tuple(value for name, value in values.items() if name != "accelerator")
+
+    def _plan_key(self, values: Values) -> tuple[Any, ...]:
+        return *self._setting(self._recipe_of(values), values["optimizer"]), self._target(values)
 
     def _target(self, values: Values) -> str:
         return self._device.type if values["accelerator"] == HERE else "cuda"
 
     def _plan(self, values: Values) -> MemoryPlan | str:
         """The plan of a setting, or why there is none."""
-        recipe = self._recipe_of(values)
-        key = *self._setting(recipe, values["optimizer"]), self._target(values)
+        recipe, key = self._recipe_of(values), self._plan_key(values)
+        if (known := self._plans.get(key)) is not None:  # also while something runs
+            return known
         with self._planning:
             if key not in self._plans:
                 try:

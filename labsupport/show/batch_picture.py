@@ -55,7 +55,8 @@ class Shown:
 def picture(shown: Shown) -> str:
     """An SVG on a white ground, for light and dark pages."""
     verdict = shown.problem or (
-        f"{shown.batch} samples: {format_bytes(shown.needed)} of {format_bytes(shown.ceiling)}, "
+        f"{shown.batch} {'sample' if shown.batch == 1 else 'samples'}: {format_bytes(shown.needed)} of "
+        f"{format_bytes(shown.ceiling)}, "
         f"{'it fits' if shown.fits else 'it does not fit'}{shown.remark}"
     )
     body = [_patterns(), _text(LEFT - 40, 28, _short(verdict), size=16, weight="bold", fill=_ink(shown))]
@@ -80,7 +81,8 @@ def _bar(shown: Shown) -> list[str]:
     def x(nbytes: float) -> float:
         return LEFT - 40 + (RIGHT - LEFT + 40) * nbytes / top
 
-    out, at = [], 0
+    room = _rect(x(0), BAR_TOP, x(shown.ceiling) - x(0), BAR_HEIGHT, "#f4f4f4", stroke="#c8c8c8")
+    out, at = [room], 0
     for name, nbytes in shown.parts.items():
         if nbytes:
             color, _ = STYLES[name]
@@ -144,9 +146,12 @@ def _curve(shown: Shown) -> list[str]:
         out.append(
             _text(place + (-6 if left else 6), CURVE_TOP - 20, label, anchor="end" if left else "start", fill=RED)
         )
+    elif shown.largest is not None:
+        label = f"largest batch here: {shown.largest}, beyond this axis"
+        out.append(_text(RIGHT, CURVE_TOP - 20, label, anchor="end"))
     if shown.throughput is None and shown.measured_rate is None:
-        middle = (LEFT + RIGHT) / 2, (CURVE_TOP + CURVE_BOTTOM) / 2
-        out.append(_text(*middle, shown.why_no_curve, anchor="middle", size=13))
+        said = f"throughput: {shown.why_no_curve}"
+        out.append(_text(LEFT + 12, (CURVE_TOP + CURVE_BOTTOM) / 2, said, size=13))
         return out
     return out + _rates(shown)
 
@@ -167,11 +172,12 @@ def _rates(shown: Shown) -> list[str]:
         out.append(_text(LEFT - 6, place + 4, f"{index * step:g}", anchor="end"))
     out.append(_text(LEFT - 40, CURVE_TOP - 20, "samples/s"))
     if curve:
-        points = [(2 ** (power / 8)) for power in range(8 * 12 + 1)]
+        most = MOST if shown.largest is None else min(MOST, max(1, shown.largest))
+        points = [each for power in range(8 * 12 + 1) if (each := 2 ** (power / 8)) < most] + [most]
         path = " ".join(f"{_x(each):.1f},{y(curve.samples_per_s(each)):.1f}" for each in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="2.5"/>')
         out += [_dot(_x(each.size), y(each.samples_per_s), 3.5, "white") for each in curve.timings]
-        if 1 <= curve.knee <= MOST:
+        if 1 <= curve.knee <= most:
             place, high = _x(curve.knee), y(curve.samples_per_s(curve.knee))
             out.append(_line(place, high, place, CURVE_BOTTOM, GREEN, width=2, dash="5 4"))
             left = place > WIDTH * 0.75
@@ -185,13 +191,14 @@ def _rates(shown: Shown) -> list[str]:
                     fill=GREEN,
                 )
             )
-        out.append(_dot(_x(shown.batch), y(curve.samples_per_s(shown.batch)), 6.5, BLUE))
+        if shown.batch <= most:
+            out.append(_dot(_x(shown.batch), y(curve.samples_per_s(shown.batch)), 6.5, BLUE))
     if shown.measured_rate is not None:
         at = _x(shown.batch), y(shown.measured_rate)
         out.append(f'<path d="M{at[0]:.1f} {at[1] - 9:.1f} l8 9 l-8 9 l-8 -9 z" fill="{TEXT}" class="measured"/>')
-        left = at[0] > WIDTH / 2
-        label = f"measured {shown.measured_rate:.0f} samples/s"
-        out.append(_text(at[0] + (-13 if left else 13), at[1] + 18, label, anchor="end" if left else "start"))
+        flat = at[0] > WIDTH / 2  # a curve that still rises is below the dot on its left
+        label, place = f"measured {shown.measured_rate:.0f} samples/s", min(at[0], RIGHT - 80)
+        out.append(_text(place if flat else at[0] + 9, at[1] + 30, label, anchor="middle" if flat else "start"))
     return out
 
 

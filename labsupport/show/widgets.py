@@ -13,7 +13,9 @@ from typing import Any
 
 import ipywidgets
 from IPython.display import display
+from matplotlib import get_data_path
 
+ZOOM = 2  # pixels of the PNG for one of the SVG: sharp on screens that have as many
 PANEL_MIME = "application/vnd.labsupport.panel+json"
 Values = dict[str, Any]
 
@@ -36,13 +38,13 @@ class Panel:
         actions: Mapping[str, Callable[[Values], Any]] | None = None,
     ) -> None:
         self.title, self.controls, self.errors = title, dict(controls), list[BaseException]()
-        self._picture, self._text = picture, text
-        self._lock = threading.RLock()
+        self._picture, self._text, self._actions = picture, text, dict(actions or {})
+        self._lock, self._running = threading.RLock(), threading.Lock()
         self._quiet = False
         self._html = ipywidgets.HTML()
-        self.buttons = {name: ipywidgets.Button(description=name) for name in actions or {}}
-        for name, action in (actions or {}).items():
-            self.buttons[name].on_click(partial(self._pressed, action))
+        self.buttons = {name: ipywidgets.Button(description=name) for name in self._actions}
+        for name, button in self.buttons.items():
+            button.on_click(partial(self._clicked, name))
         for control in self.controls.values():
             control.observe(self._changed, names="value")
         rows = [ipywidgets.VBox(list(self.controls.values())), ipywidgets.HBox(list(self.buttons.values())), self._html]
@@ -62,10 +64,14 @@ class Panel:
             if options and value not in options:
                 raise ValueError(f"{name}: one of {', '.join(map(str, options))} is expected, got {value!r}")
         with self._lock:
-            self._quiet = True
+            before, self._quiet = self.values, True
             try:
                 for name, value in values.items():
                     self.controls[name].value = value
+            except Exception as error:  # of the widget's own check
+                for name in values:
+                    self.controls[name].value = before[name]
+                raise ValueError(f"{name}: {error}") from error
             finally:
                 self._quiet = False
             self.redraw()
@@ -75,14 +81,22 @@ class Panel:
         with self._lock:
             try:
                 values = self.values
-                self._html.value = f"{self._picture(values)}<pre>{html.escape(self._text(values))}</pre>"
+                self._html.value = f"{self._picture(values)}{_paragraph(self._text(values))}"
             except Exception as error:
-                self.errors.append(error)
-                self._html.value = f"<pre>{html.escape(f'{type(error).__name__}: {error}')}</pre>"
+                self._tell(error)
 
-    def press(self, name: str) -> None:
-        """What its button does."""
-        self.buttons[name].click()
+    def press(self, name: str) -> Any:
+        """What its button does, one at a time; returns what the action returns, and raises what it raises."""
+        button = self.buttons[name]
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(f"{name}: the panel is still running; wait until its button is back")
+        button.description, button.disabled = "running ...", True
+        try:
+            return self._actions[name](self.values)
+        finally:
+            button.description, button.disabled = name, False
+            self._running.release()
+            self.redraw()
 
     @property
     def svg(self) -> str:
@@ -100,27 +114,31 @@ class Panel:
             PANEL_MIME: {"panel": self.title},
             "text/plain": self.text,
         }
+        metadata = {}
         if (png := png_of(self.svg)) is not None:
             data["image/png"] = base64.b64encode(png).decode()
-        display(data, raw=True)
+            metadata["image/png"] = {"width": int.from_bytes(png[16:20], "big") // ZOOM}  # its header has the pixels
+        display(data, metadata=metadata, raw=True)
 
     def _changed(self, _: Any) -> None:
         if not self._quiet:
             self.redraw()
 
-    def _pressed(self, action: Callable[[Values], Any], button: ipywidgets.Button) -> None:
-        if button.disabled:
+    def _clicked(self, name: str, button: ipywidgets.Button) -> None:
+        if button.disabled:  # a second click was on its way
             return
-        label, button.description, button.disabled = button.description, "running ...", True
         try:
-            action(self.values)
+            self.press(name)
         except Exception as error:
-            self.errors.append(error)
-            self._html.value = f"<pre>{html.escape(f'{type(error).__name__}: {error}')}</pre>"
-            return
-        finally:
-            button.description, button.disabled = label, False
-        self.redraw()
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        self.errors.append(error)
+        self._html.value = _paragraph(f"{type(error).__name__}: {error}")
+
+
+def _paragraph(text: str) -> str:
+    return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
 
 
 def slider(label: str, options: list[Any], value: Any) -> ipywidgets.SelectionSlider:
@@ -135,9 +153,14 @@ def choice(label: str, options: list[Any], value: Any) -> ipywidgets.Dropdown:
 
 
 def png_of(svg: str) -> bytes | None:
-    """The picture for pages where no panel can live; None where resvg is not installed."""
+    """The picture for pages where no panel can live; None where resvg is not installed.
+
+    The letters are matplotlib's: what fonts a machine has differs, and a container may have none, which would leave
+    a picture without a word in it.
+    """
     try:
         import resvg_py
     except ImportError:
         return None
-    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2))
+    fonts = [f"{get_data_path()}/fonts/ttf/DejaVuSans{style}.ttf" for style in ("", "-Bold")]
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=ZOOM, font_files=fonts, skip_system_fonts=True))

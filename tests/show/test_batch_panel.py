@@ -2,12 +2,14 @@
 
 import copy
 import re
+import threading
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
 from torch import nn
 
+from labsupport.show import batch_panel
 from labsupport.show.batch_panel import BATCHES, HERE, OPTIMIZERS, OWN, RUN, BatchPanel
 from labsupport.show.widgets import png_of
 from labsupport.train import Recipe, Workload, plan_memory
@@ -121,6 +123,71 @@ def test_what_does_not_fit_is_not_run(panel):
     assert "not run: 4096 samples" in html(panel) and not panel.errors
 
 
+def test_an_old_error_does_not_hide_a_run(panel):
+    panel.errors.append(RuntimeError("an old one"))
+    assert panel.run().peak_bytes
+
+
+def test_more_than_the_plan_says_is_told_in_words(panel, monkeypatch):
+    def raises(*_, **__):
+        raise torch.OutOfMemoryError("Emulated")
+
+    monkeypatch.setattr("labsupport.show.batch_panel.measure_throughput", raises)
+    panel.buttons[RUN].click()
+    assert "out of memory: 32 samples need more than the plan says" in html(panel) and not panel.errors
+    with pytest.raises(ValueError, match="out of memory: 32 samples"):
+        panel.run()
+
+
+def test_a_knob_moved_while_it_runs_is_planned_after_it(panel, monkeypatch):
+    """A plan copies the live model, and would find the gradients of a step that is half done."""
+    begun, may_end, order = threading.Event(), threading.Event(), []
+    plan, measured = batch_panel.plan_memory, batch_panel.measure_throughput
+
+    def run(*given, **options):
+        begun.set()
+        may_end.wait(10)
+        found = measured(*given, **options)
+        order.append("run")
+        return found
+
+    monkeypatch.setattr(batch_panel, "measure_throughput", run)
+    monkeypatch.setattr(batch_panel, "plan_memory", lambda *a, **o: order.append("plan") or plan(*a, **o))
+    runs = threading.Thread(target=panel.run)
+    runs.start()
+    begun.wait(10)
+    panel.set(batch=64)  # of a plan that there is: at once
+    assert "64 samples" in html(panel)
+    moves = threading.Thread(target=panel.set, kwargs={"checkpointing": True})
+    moves.start()
+    may_end.set()
+    runs.join()
+    moves.join()
+    assert order == ["run", "plan"] and "cannot be planned" not in panel.text and not panel.errors
+
+
+def test_what_could_not_be_planned_is_planned_anew_when_it_is_run(panel, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_panel, "plan_memory", lambda *_, **__: 1 / 0)
+        panel.set(precision="bf16")
+        assert "cannot be planned: division by zero" in panel.text
+        panel.redraw()
+    assert panel.run().peak_bytes and "cannot be planned" not in panel.text and not panel.errors
+
+
+def test_a_run_is_of_this_machine_whatever_is_looked_at(panel):
+    panel.set(accelerator="T4 (16 GB)")
+    panel.run()
+    assert "run on this machine: peak" in panel.text and 'class="measured"' not in panel.svg
+    panel.set(accelerator=HERE)
+    assert 'class="measured"' in panel.svg
+
+
+def test_free_memory_is_measured_and_a_budget_is_not():
+    assert all(line.endswith("(measured)") for line in BatchPanel(workload()).text.splitlines()[:2])
+    assert "(measured)" not in BatchPanel(workload(), budget="1MiB").text
+
+
 def test_live_objects_are_as_before():
     own = workload()
     model, optimizer = own.model(), own.optimizer(None)
@@ -147,3 +214,5 @@ def test_one_sample_that_the_model_refuses_is_told():
     normed = nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10))
     panel = BatchPanel(workload(normed), Recipe(batch_size=1), budget="1MiB")
     assert "1 sample" in panel.text and not panel.errors
+    with pytest.raises(ValueError, match="not run: batch: MLP cannot be planned with 1 sample"):
+        panel.run()

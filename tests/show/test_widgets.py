@@ -1,6 +1,7 @@
 """The panel base, through its functions and by setting values: nothing is swallowed."""
 
 import threading
+from pathlib import Path
 
 import ipywidgets
 import pytest
@@ -35,7 +36,7 @@ def panel(pressed):
 @pytest.fixture
 def shown(monkeypatch):
     bundles = []
-    monkeypatch.setattr(widgets, "display", lambda data, raw: bundles.append(data))
+    monkeypatch.setattr(widgets, "display", lambda data, metadata, raw: bundles.append(data | {"metadata": metadata}))
     return bundles
 
 
@@ -88,9 +89,47 @@ def test_an_action_that_fails_is_shown():
         raise ValueError("no such thing")
 
     panel = Panel("p", {"batch": slider("batch", [1, 2], 1)}, lambda v: SQUARE, lambda v: "", actions={"go": fails})
-    panel.press("go")
+    panel.buttons["go"].click()
     assert "ValueError: no such thing" in html(panel) and len(panel.errors) == 1
+    with pytest.raises(ValueError, match="no such thing"):
+        panel.press("go")
     assert not panel.buttons["go"].disabled
+
+
+def test_a_value_that_a_widget_refuses_moves_nothing():
+    controls = {"batch": slider("batch", [1, 2], 1), "count": ipywidgets.BoundedIntText(min=0, max=5)}
+    panel = Panel("p", controls, lambda values: SQUARE, str)
+    with pytest.raises(ValueError, match="count: "):
+        panel.set(batch=2, count="many")
+    assert panel.values == {"batch": 1, "count": 0}
+
+
+def test_what_runs_already_is_not_begun_again():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def action(values):
+        begun.set()
+        may_end.wait(10)
+
+    panel = Panel("p", {"batch": slider("batch", [1, 2], 1)}, lambda v: SQUARE, str, actions={"go": action})
+    thread = threading.Thread(target=panel.press, args=("go",))
+    thread.start()
+    begun.wait(10)
+    with pytest.raises(RuntimeError, match="go: the panel is still running"):
+        panel.press("go")
+    panel.buttons["go"].click()  # a second click that was on its way
+    panel.set(batch=2)
+    assert "&#x27;batch&#x27;: 2" in html(panel) and panel.buttons["go"].disabled and not panel.errors
+    may_end.set()
+    thread.join()
+    assert not panel.buttons["go"].disabled
+
+
+def test_a_picture_has_its_words_on_a_machine_without_fonts(monkeypatch):
+    given = {}
+    monkeypatch.setattr("resvg_py.svg_to_bytes", lambda **options: given.update(options) or b"")
+    png_of(SQUARE)
+    assert given["skip_system_fonts"] and all(Path(font).is_file() for font in given["font_files"])
 
 
 def test_one_bundle_has_view_picture_and_text(panel, shown):
@@ -99,7 +138,7 @@ def test_one_bundle_has_view_picture_and_text(panel, shown):
     view = bundle["application/vnd.jupyter.widget-view+json"]
     assert view == {"version_major": 2, "version_minor": 0, "model_id": panel.box.model_id}
     assert bundle["text/plain"] == "batch 2, fp32" and bundle[PANEL_MIME] == {"panel": "a panel"}
-    assert bundle["image/png"].startswith("iVBOR")
+    assert bundle["image/png"].startswith("iVBOR") and bundle["metadata"] == {"image/png": {"width": 9}}
     panel.show()
     assert shown[1] == bundle  # the same picture, byte for byte
 

@@ -1,0 +1,105 @@
+"""A JupyterLab of its own for one test, and the browser to look at it with."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "labs"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def browser_path() -> str | None:
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
+    """JupyterLab of that Python, with one notebook in its folder; the notebook's address. Ended surely."""
+    folder = home / "notebooks"
+    folder.mkdir(parents=True)
+    shutil.copy(notebook, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    private = {f"JUPYTER_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "LABS_"))}
+    environment |= {
+        **private,
+        "HOME": str(home),
+        "LABS_PROFILE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    options = ("--no-browser", "--allow-root", f"--port={port}", "--port-retries=0", "--ip=127.0.0.1")
+    options += (f"--ServerApp.token={TOKEN}", "--LabApp.news_url=None", "--ServerApp.open_browser=False")
+    options += (f"--ServerApp.root_dir={folder}", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate")
+    log = (home / "server.log").open("w")
+    process = subprocess.Popen(
+        [str(python), "-m", "jupyterlab", *options],
+        cwd=folder,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(f"{address}/api/status?token={TOKEN}", process, home / "server.log")
+        yield f"{address}/lab/tree/{notebook.name}?token={TOKEN}&reset"
+    finally:
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, kind)
+                process.wait(timeout=10)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+        log.close()
+
+
+def _wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
+    for _ in range(240):
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(address, timeout=1):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
+
+
+def old_python() -> Path:
+    """A Python with JupyterLab 3.6 and ipywidgets 7.7.1 (Colab's); everything else is from here.
+
+    Made once, in build/; PyTorch is taken from this environment by a path file, so nothing large is installed.
+    """
+    folder = ROOT / "build" / "jupyterlab-3"
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if not done.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        wanted = (
+            "jupyterlab==3.6.8",
+            "ipywidgets==7.7.1",
+            "jupyterlab_widgets<2",
+            "ipykernel<7",
+            "notebook<7",
+            "setuptools<81",
+        )
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        here = next(path for path in sys.path if path.endswith("site-packages"))
+        there = next(folder.glob("lib/python*/site-packages"))
+        (there / "from_here.pth").write_text(f"{here}\n")  # a path file's folders come last
+        done.touch()
+    return python
