@@ -149,7 +149,7 @@ class BatchPanel(Panel):
         ]
         if curve := shown.throughput:
             said.append(f"knee: {curve.knee:.0f} samples, {curve.asymptote:.0f} samples/s at most (measured)")
-        else:
+        elif shown.measured_rate is None:
             said.append(f"throughput: {shown.why_no_curve}")
         if run := self._runs.get(self._key(values)):
             off = run.peak_bytes - run.predicted_bytes

@@ -1,5 +1,6 @@
 """A JupyterLab of its own for one test, and the browser to look at it with."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,8 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "labs"
+# Every cell is in the page, whether in sight or not; and nothing is asked of the world outside.
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -23,10 +31,18 @@ def browser_path() -> str | None:
 
 @contextmanager
 def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
-    """JupyterLab of that Python, with one notebook in its folder; the notebook's address. Ended surely."""
+    """JupyterLab of that Python, with one notebook, its outputs cleared; the notebook's address. Ended surely."""
     folder = home / "notebooks"
     folder.mkdir(parents=True)
-    shutil.copy(notebook, folder)
+    book = nbformat.read(notebook, as_version=4)
+    for cell in book.cells:
+        if cell.cell_type == "code":  # else what was published would pass for what ran
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(book, folder / notebook.name)
+    for name, setting in SETTINGS.items():
+        file = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(setting))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,6 +50,7 @@ def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "LABS_"))}
     environment |= {
         **private,
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "HOME": str(home),
         "LABS_PROFILE": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -41,8 +58,8 @@ def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
     }
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     options = ("--no-browser", "--allow-root", f"--port={port}", "--port-retries=0", "--ip=127.0.0.1")
-    options += (f"--ServerApp.token={TOKEN}", "--LabApp.news_url=None", "--ServerApp.open_browser=False")
-    options += (f"--ServerApp.root_dir={folder}", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate")
+    options += (f"--ServerApp.token={TOKEN}", "--ServerApp.open_browser=False")
+    options += (f"--ServerApp.root_dir={folder}",)
     log = (home / "server.log").open("w")
     process = subprocess.Popen(
         [str(python), "-m", "jupyterlab", *options],

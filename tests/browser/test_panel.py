@@ -84,7 +84,7 @@ def environments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("python", "notebook"), environments())
+@pytest.mark.parametrize(("python", "notebook"), list(environments()))
 def test_a_panel_lives(browser, python, notebook, tmp_path, record_property):
     path = notebook(tmp_path)
     with jupyter.server(python(), path, tmp_path / "home") as address:
@@ -117,11 +117,10 @@ def watch(page, address, path) -> list[float]:
     page.click(".jp-Notebook .jp-Cell >> nth=0")
     page.click(".lm-MenuBar-item:has-text('Run'), .p-MenuBar-item:has-text('Run')")
     page.click(".lm-Menu-itemLabel:text-is('Run All Cells'), .p-Menu-itemLabel:text-is('Run All Cells')")
-    page.wait_for_selector(PICTURE, timeout=240_000, state="attached")
-    page.wait_for_function(
-        "() => ![...document.querySelectorAll('.jp-InputPrompt')].some(e => e.innerText.includes('*'))", timeout=240_000
-    )
-    assert not page.query_selector_all(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")
+    page.wait_for_function(ENDED, timeout=240_000)
+    errors = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
+    assert not errors, errors
+    page.wait_for_selector(PICTURE, timeout=10_000, state="attached")
     picture = page.locator(PICTURE).last
     picture.scroll_into_view_if_needed()
     handle = page.locator(".widget-slider, .jupyter-widget-slider").last.locator(".noUi-handle, .ui-slider-handle").last
@@ -145,6 +144,10 @@ def watch(page, address, path) -> list[float]:
     return ticks
 
 
+# All cells have run, or one of them failed.
+ENDED = """() => { const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText);
+  return document.querySelector(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']") ||
+    (prompts.length && prompts.every(text => /[0-9]/.test(text))) }"""
 HAS = """([where, text]) => { const all = document.querySelectorAll(where);
   return all[all.length - 1].textContent.includes(text) }"""
 # Resolves with the milliseconds from now until the last picture is another one.
