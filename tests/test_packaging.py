@@ -116,6 +116,7 @@ def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
     }
     exec(memory, {"torch": torch, "loss_of": lambda model, batch: model(batch).mean(), **made})
     said = capsys.readouterr().out
+    assert "samples (one more): does not fit" in said
     assert said.startswith("peak ") and "gradient 20 B" in said and "Linear" in said
 
 

@@ -77,10 +77,14 @@ def hidden_error(notebook: nbformat.NotebookNode) -> tuple[int | None, str] | No
 
 
 def write_page(executed: Path) -> None:
-    """The run as one HTML page beside the executed copy."""
+    """The run as one HTML page beside the executed copy. A page has no kernel: panels are the pictures they left."""
     from nbconvert import HTMLExporter
 
-    page, _ = HTMLExporter().from_filename(str(executed))
+    notebook = nbformat.read(executed, as_version=4)
+    notebook.metadata.pop("widgets", None)
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    page, _ = HTMLExporter().from_notebook_node(notebook)
     executed.with_suffix(".html").write_text(page, encoding="utf-8")
 
 
