@@ -1,229 +1,231 @@
-"""Finders of a batch size, ours and those people use, on one live model under one emulated budget.
-
-Each finder is called as its documentation says, with its defaults; what it does is counted from outside: a hook on
-the model sees every forward pass, and the budget every refusal.
-"""
+"""The searches for the largest batch, ours and those that people use; the truth; and the plan for large GPUs."""
 
 import copy
-import gc
 import logging
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from accelerate.utils import find_executable_batch_size
-from workloads import WORKLOADS
+from batch_size_subject import CPU, SAMPLES, STEPS, SUBJECTS, Subject, changed, state_of, train
+from torch.utils.data import DataLoader
 
-from labsupport.measure import MemoryLedger, allocations, memory_budget
-from labsupport.train import Workload, find_batch_size, plan_memory
+from labsupport.measure.allocations import CUDA_ROUNDING, emulated_error
+from labsupport.train import Recipe, find_batch_size, plan_memory
+from labsupport.train.rooms import rooms
+from labsupport.train.traces import trace
 from labsupport.units import parse_bytes
 
-SAMPLES = 32768  # in the data set behind Lightning's loader
-STEPS = 3  # of a trial where the finder leaves that to its user; Lightning's default is the same
-CPU = torch.device("cpu")
+# The tools: each finds a size, and trains by it.
 
 
-class Live:
-    """A workload's model and optimizer as a user has them, and what is done to them."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        made = WORKLOADS[name]
-        self.model = made.model()
-        self.optimizer = made.optimizer(self.model.parameters())
-        self.workload = Workload(name, lambda: self.model, made.batch, made.loss, lambda _: self.optimizer)
-        self.made = made
-        self.sizes: list[int] = []
-        self.refused = 0
-        self.model.register_forward_pre_hook(lambda _, args: self._count(args[0]))
-
-    def _count(self, inputs: torch.Tensor) -> None:
-        if type(inputs).__name__ != "FakeTensor":  # a plan's traces push no sample
-            self.sizes.append(len(inputs))
-
-    def state(self) -> dict[str, Any]:
-        model, optimizer = self.model, self.optimizer
-        return {
-            "parameters": [p.detach().clone() for p in model.parameters()],
-            "buffers": [b.clone() for b in model.buffers()],
-            "gradients": [p.grad is not None for p in model.parameters()],
-            "optimizer": len(optimizer.state),
-            "mode": model.training,
-            "random": torch.get_rng_state(),
-        }
-
-    @contextmanager
-    def watched(self):
-        """Counts the refusals of budgets."""
-        before = allocations.emulated_error
-
-        def counted(*args, **options):
-            self.refused += 1
-            return before(*args, **options)
-
-        allocations.emulated_error = counted
-        try:
-            yield
-        finally:
-            allocations.emulated_error = before
-
-    def step(self, size: int, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
-        """So many steps as a plain training loop makes them."""
-        for _ in range(steps):
-            batch = None
-            batch = self.made.batch(size, CPU)
-            optimizer.zero_grad()
-            self.made.loss(self.model, batch).backward()
-            optimizer.step()
+@dataclass(frozen=True)
+class Tool:
+    find: Callable[[Subject], int]
+    train: Callable[[Subject, int], Any] = train
+    module: str = "labsupport"  # imported before the clock runs
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [name for name in before if not _same(before[name], after[name])]
+def ours(subject: Subject, *, plan: bool) -> int:
+    found = find_batch_size(subject.workload, budget=subject.budget, plan=plan, knee=False, device=CPU, progress=None)
+    subject.tried += [(trial.size, trial.fits) for trial in found.trials]
+    return found.max_batch
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, list):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool((a == b).all()) if isinstance(a, torch.Tensor) else a == b
+def lightning(subject: Subject, size: int, **options: Any) -> tuple[Any, Any]:
+    """A trainer and a module of the subject."""
+    from pytorch_lightning import LightningModule, Trainer
 
-
-# The finders: each takes a live workload and a budget in bytes, and returns a size.
-
-
-def ours(live: Live, budget: int, **options: Any) -> int:
-    return find_batch_size(live.workload, budget=budget, knee=False, progress=None, device=CPU, **options).max_batch
-
-
-class Rows(torch.utils.data.Dataset):
-    """The samples in arrays of numpy, which the budget does not count: a data set lies in host memory."""
-
-    def __init__(self, live: Live) -> None:
-        self.arrays = [part.numpy() for part in live.made.batch(SAMPLES, CPU)]
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.ascontiguousarray(each[index : index + 1]))[0] for each in self.arrays]
-
-
-def lightning(live: Live, budget: int, *, mode: str) -> int:
-    import pytorch_lightning as pl
-    from pytorch_lightning.tuner import Tuner
-
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    rows = Rows(live)
-
-    class Module(pl.LightningModule):
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.batch_size = live.model, 2
+            self.inner, self.batch_size = subject.model, size
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            return live.made.loss(self.model, batch)
+            return subject.workload.loss(self.inner, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return live.made.optimizer(self.model.parameters())
+            return subject.optimizer
 
-        def train_dataloader(self) -> torch.utils.data.DataLoader:
-            return torch.utils.data.DataLoader(rows, batch_size=self.batch_size)
+        def train_dataloader(self) -> DataLoader:
+            return subject.data.loader(self.batch_size)
 
-    module = Module()
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
-    with warnings.catch_warnings(), memory_budget(budget, live.model, device=CPU):
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **silent, **options), Module()
+
+
+@contextmanager
+def quiet() -> Iterator[str]:
+    """Without Lightning's messages; a folder for its checkpoint."""
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
-        return int(Tuner(trainer).scale_batch_size(module, mode=mode))
+        logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+        yield folder
 
 
-def accelerate(live: Live, budget: int, *, start: int) -> int:
+def lightning_tuner(subject: Subject, *, mode: str) -> int:
+    """Its defaults: 3 steps a trial, 25 trials, from 2 to 8192 samples, and binsearch takes 5 % off. The budget is
+    around each of its trials, not around the reading of its checkpoint, which a GPU's memory does not see."""
+    from pytorch_lightning.tuner import Tuner
+
+    with quiet() as folder:
+        trainer, module = lightning(subject, 2, default_root_dir=folder)
+        run = trainer.fit_loop.run
+
+        def counted() -> None:
+            with subject.trial(module.batch_size):
+                run()
+
+        trainer.fit_loop.run = counted
+        return Tuner(trainer).scale_batch_size(module, mode=mode)
+
+
+def lightning_trains(subject: Subject, size: int) -> None:
+    with quiet() as folder:
+        trainer, module = lightning(subject, size, default_root_dir=folder, max_steps=STEPS)
+        trainer.fit(module)
+
+
+def accelerate(subject: Subject, *, start: int) -> int:
+    from accelerate.utils import find_executable_batch_size
+
     @find_executable_batch_size(starting_batch_size=start)
-    def train(batch_size: int) -> int:
-        optimizer = live.made.optimizer(live.model.parameters())
-        live.step(batch_size, optimizer)
+    def training(batch_size: int, subject: Subject) -> int:
+        with subject.trial(batch_size):
+            train(subject, batch_size)
         return batch_size
 
-    with memory_budget(budget, live.model, device=CPU):
-        return train()
+    return training(subject)
 
 
-def ultralytics(live: Live, budget: int) -> int:
-    """The rule of Ultralytics' AutoBatch, re-stated: forward and backward at 1, 2, 4, 8 and 16 samples, a straight line
-    through the peaks of those that run, and the batch at which it reaches 60 % of the memory; 16 if that is below 1 or
-    above 1024. (ultralytics/utils/autobatch.py; the package itself would bring much more, under another licence.)"""
-    peaks = {}
-    for size in (1, 2, 4, 8, 16):
-        live.model.zero_grad()
-        with suppress(ValueError), MemoryLedger(live.model) as ledger:  # BatchNorm refuses one sample
-            live.made.loss(live.model, live.made.batch(size, CPU)).backward()
+AUTOBATCH_SIZES, AUTOBATCH_SHARE, AUTOBATCH_MOST, AUTOBATCH_ELSE = (1, 2, 4, 8, 16), 0.6, 1024, 16
+
+
+def autobatch(subject: Subject) -> int:
+    """Ultralytics' rule in our own words, as `ultralytics/utils/autobatch.py` had it in 8.3.
+
+    Forward and backward of a copy, without an optimizer, at five sizes; a straight line through the logarithms of size
+    and peak; the size at which it reaches 60 % of what is free: the total less what is reserved and what is allocated,
+    so the model counts twice. Not above a size that ran out of memory. What lies outside 1 to 1024 becomes 16. A size
+    that is refused for another reason (BatchNorm's single sample) is left out here; there it counts as run out.
+    """
+    model = copy.deepcopy(subject.model).train()
+    resident = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    peaks: dict[int, int] = {}
+    for size in AUTOBATCH_SIZES:
+        batch = subject.data.__getitems__(list(range(size)))
+        try:
+            with subject.trial(size, model) as ledger:
+                subject.workload.loss(model, batch).backward()
             peaks[size] = ledger.peak_bytes
-    slope, fixed = np.polyfit(list(peaks), list(peaks.values()), deg=1)
-    found = int((0.6 * budget - fixed) / slope) if slope > 0 else 0
-    return found if 1 <= found <= 1024 else 16
+        except (torch.OutOfMemoryError, ValueError):
+            continue
+    rising = [size for size in peaks if peaks[size] > max((peaks[n] for n in peaks if n < size), default=0)]
+    free = AUTOBATCH_SHARE * (parse_bytes(subject.budget) - 2 * resident)
+    return power_law(rising, [peaks[size] for size in rising], free, [n for n, fits in subject.tried if not fits])
 
 
-FINDERS: dict[str, Callable[[Live, int], int]] = {
-    "find_batch_size": ours,
-    "find_batch_size, no plan": lambda live, budget: ours(live, budget, plan=False),
-    "Lightning, power": lambda live, budget: lightning(live, budget, mode="power"),
-    "Lightning, binsearch": lambda live, budget: lightning(live, budget, mode="binsearch"),
-    "Accelerate, from 128": lambda live, budget: accelerate(live, budget, start=128),
-    "Accelerate, from 4096": lambda live, budget: accelerate(live, budget, start=4096),
-    "Ultralytics' rule": ultralytics,
+def power_law(sizes: list[int], peaks: list[int], free: float, failed: list[int]) -> int:
+    if len(sizes) < 2 or free <= 0:
+        return AUTOBATCH_ELSE
+    slope, offset = np.polyfit(np.log(sizes), np.log(peaks), 1)
+    with np.errstate(over="ignore"):
+        found = float(np.exp((np.log(free) - offset) / slope))
+    above = [size for size in failed if size > max(sizes)]
+    if above and found >= min(above):
+        return max(sizes)
+    return round(found) if 0.5 < found <= AUTOBATCH_MOST else AUTOBATCH_ELSE
+
+
+OURS = ("find_batch_size", "find_batch_size, no plan")
+TOOLS = {
+    OURS[0]: Tool(partial(ours, plan=True)),
+    OURS[1]: Tool(partial(ours, plan=False)),
+    "Lightning power": Tool(partial(lightning_tuner, mode="power"), lightning_trains, "pytorch_lightning.tuner"),
+    "Lightning binsearch": Tool(
+        partial(lightning_tuner, mode="binsearch"), lightning_trains, "pytorch_lightning.tuner"
+    ),
+    "Accelerate from 128": Tool(partial(accelerate, start=128), module="accelerate.utils"),
+    "Accelerate from 1024": Tool(partial(accelerate, start=1024), module="accelerate.utils"),
+    "AutoBatch's rule": Tool(autobatch),
 }
 
 
-def fits(name: str, size: int, budget: int) -> bool:
-    """Whether three steps of a fresh model fit, in a plain loop."""
-    live = Live(name)
+# The cells.
+
+
+def search(name: str, budget: str, tool: str) -> dict[str, Any]:
+    """What a tool finds, at what cost, and whether that trains."""
+    import_module(TOOLS[tool].module)
+    subject = Subject(name, budget)
+    before = state_of(subject)
+    with patch("labsupport.measure.allocations.emulated_error", wraps=emulated_error) as errors:
+        start = time.perf_counter()
+        found = TOOLS[tool].find(subject)
+        seconds = time.perf_counter() - start
+    return {
+        "found": found,
+        "trials": subject.tried,
+        "out_of_memory": errors.call_count,
+        "samples": subject.samples,
+        "took_s": round(seconds, 3),
+        "changed": changed(before, state_of(subject)),
+        "trains": trains(name, budget, found, TOOLS[tool].train),
+    }
+
+
+def trains(name: str, budget: str, size: int, by: Callable[[Subject, int], Any] = train) -> bool:
+    """Whether some steps of a fresh build fit."""
+    subject = Subject(name, budget)
     try:
-        with memory_budget(budget, live.model, live.optimizer, device=CPU):
-            live.step(size, live.optimizer)
+        with subject.trial(size):
+            by(subject, size)
     except torch.OutOfMemoryError:
         return False
     return True
 
 
-def true_maximum(name: str, budget: int) -> int:
-    """By the plan, and then shown: it trains for three steps, and the next size does not. RuntimeError otherwise."""
-    largest = plan_memory(WORKLOADS[name]).max_batch(budget)
-    if not fits(name, largest, budget) or fits(name, largest + 1, budget):
-        raise RuntimeError(f"{name}: {largest} is not the largest batch of a plain loop in {budget:,} B")
-    return largest
+def truth(name: str, budget: str) -> dict[str, Any]:
+    """The largest batch: what the plan says and the data set allows, if real steps agree."""
+    planned = plan_memory(SUBJECTS[name]).max_batch(parse_bytes(budget))
+    largest = min(planned, SAMPLES)
+    two_steps = partial(train, steps=2)
+    fits = trains(name, budget, largest, two_steps)
+    if not fits or (planned < SAMPLES and trains(name, budget, planned + 1, two_steps)):
+        raise RuntimeError(f"{name}, {budget}: the plan says {planned}, but real steps do not agree")
+    return {"planned": planned, "largest": largest}
 
 
-def found_by(finder: str, name: str, budget: str) -> dict[str, Any]:
-    """What a finder finds on a workload, and what that takes and leaves behind."""
-    nbytes, live = parse_bytes(budget), Live(name)
-    before = copy.deepcopy(live.state())
-    error = ""
+def on_card(name: str, card: str) -> dict[str, Any]:
+    """The largest batch on an accelerator that is not here, by the plan; and fresh traces of that very size and of one
+    more, on fake tensors: they say whether the plan's lines still hold there."""
     start = time.perf_counter()
-    with live.watched():
-        try:
-            size = FINDERS[finder](live, nbytes)
-        except Exception as raised:  # a finder may fail: that is a result
-            size, error = 0, f"{type(raised).__name__}: {str(raised).splitlines()[0][:80]}"
-    seconds = time.perf_counter() - start
-    left = changed(before, live.state())
-    tried, pushed = list(live.sizes), sum(live.sizes)
-    gc.collect()
+    plan = plan_memory(SUBJECTS[name], target="cuda")
+    built = time.perf_counter()
+    room = rooms()[card]
+    largest = plan.max_batch(room)
+    asked = time.perf_counter()
+    sizes = (largest, largest + 1)
     return {
-        "found": size,
-        "error": error,
-        "sizes": len(set(tried)),
-        "tested": size in tried,
-        "samples": pushed,
-        "refused": live.refused,
-        "left": left,
-        "survives": bool(size) and fits(name, size, nbytes),
-        "seconds": round(seconds, 2),
+        "room": room,
+        "largest": largest,
+        "planned": [plan.peak_bytes(size) for size in sizes],
+        "traced": [traced(name, size) for size in sizes],
+        "build_s": round(built - start, 3),
+        "asked_us": round(1e6 * (asked - built), 1),
     }
+
+
+def traced(name: str, size: int) -> int:
+    """The peak of a step of that size on a GPU, whose allocator rounds each size up."""
+    changes = trace(SUBJECTS[name], Recipe(batch_size=size), "cuda").changes
+    rounded = np.sign(changes) * (-(-np.abs(changes) // CUDA_ROUNDING) * CUDA_ROUNDING)
+    return int(rounded.cumsum().max())

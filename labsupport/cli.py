@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,13 @@ from labsupport.publish.catalogue import UsageError
 from labsupport.publish.published import PublishedError
 
 COMPARISON_JSON = ("names", "ratio", "interval", "total_ratio", "margin", "verdict", "interleaved", "n")
+BATCH_EPILOG = """\b
+Exit codes:
+  0    a batch was found, or planned
+  1    not even one sample fits, or none within the trial's limit
+  2    the request makes no sense, the file has an error of its own, or there is neither plan nor search
+  130  interrupted
+"""
 
 
 class Commands(click.Group):
@@ -52,11 +58,11 @@ def main() -> None:
     """Feed the GPU: run the labs, check every published number, publish a run.
 
     \b
-    labs batch FILE:NAME which batch fits, and which is worth it?
-    labs compare A B     is step B faster than step A?
-    labs run 00          execute one lab into build/
-    labs check           which published number no longer holds?
-    labs run --help      more, with examples
+    labs batch FILE:NAME  which batch fits, and which is worth it?
+    labs compare A B      is step B faster than step A?
+    labs run 00           execute one lab into build/
+    labs check            which published number no longer holds?
+    labs run --help       more, with examples
     """
 
 
@@ -64,27 +70,37 @@ for command in commands.COMMANDS:
     main.add_command(command)
 
 
-@main.command("batch")
+@main.command("batch", epilog=BATCH_EPILOG, short_help="The batch that fits your own model, and the one to take.")
 @click.argument("workload", metavar="FILE.py:NAME")
 @click.option("--budget", metavar="SIZE", help="Bytes for tensors, as in 12GiB. [what is free here]")
 @click.option("--accelerator", metavar="NAME", help="A card of the table instead, as in T4; 90 % of its memory counts.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Whose parts are shown.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option(
+    "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="bf16 is autocast."
+)
 @click.option("--checkpointing", is_flag=True, help="Compute each block again in the backward pass.")
 @click.option("--max-batch", type=click.IntRange(min=1), help="Search no further than this.")
 @click.option("--multiple-of", type=click.IntRange(min=1), default=1, show_default=True, help="Only such sizes.")
+@click.option(
+    "--trial-limit",
+    "trial_limit_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    help="Seconds for each trial.",
+)
 @click.option("--plan-only", is_flag=True, help="Run no step: only what the plan says.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def batch_command(workload: str, as_json: bool, **options: Any) -> None:
     """The memory of your own Workload, its largest batch on each card, and the batch to take here.
 
-    NAME is a labsupport.Workload at the top of FILE.py, or a function without arguments that returns one.
-    Exit code 1 if not even one sample fits.
+    NAME is a labsupport.Workload at the top of FILE.py, or a function without arguments that returns one. A budget
+    larger than what is free here is only planned.
 
     \b
     Examples:
       labs batch train.py:workload
-      labs batch train.py:workload --budget 12GiB --multiple-of 8
+      labs batch train.py:workload --budget 2GiB --multiple-of 8
       labs batch train.py:workload --accelerator T4 --plan-only --json
     """
     import torch
@@ -94,18 +110,19 @@ def batch_command(workload: str, as_json: bool, **options: Any) -> None:
     from labsupport.train import Workload
 
     try:
-        given = named_in_file(workload, Workload)
-        with redirect_stdout(sys.stderr):  # what the workload itself prints
+        with named_in_file(workload, Workload) as given:
             report = report_batch(given, progress=None if as_json else partial(click.echo, err=True), **options)
-    except torch.OutOfMemoryError as error:
-        click.echo(f"labs: {error}", err=True)
+    except (torch.OutOfMemoryError, TimeoutError) as error:
+        limit = " (--trial-limit)" if isinstance(error, TimeoutError) else ""
+        click.echo(f"labs: {error}{limit}", err=True)
         sys.exit(1)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"batch {workload}: {error}") from error
     click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(report.lines))
+    sys.exit(1 if report.nothing_fits else 0)
 
 
-@main.command("compare")
+@main.command("compare", short_help="Is AFTER faster than BEFORE? Two saved measurements.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @click.option("--margin", default=0.05, show_default=True, help="Ratios within 1 ± margin count as the same.")

@@ -18,7 +18,7 @@ from labsupport.units import format_bytes, format_seconds
 EPILOG = """\b
 Exit codes:
   0    all went well, and every published number held
-  1    a lab failed, or a published number no longer holds
+  1    a lab failed, a published number no longer holds, or not one sample fits
   2    the request makes no sense: unknown lab, parameter or option, unreadable file, nothing to write to
   130  interrupted; what ran until then is kept in build/
 """
@@ -124,7 +124,11 @@ def _line(book: Book, run: Run, build: Path) -> str:
     return f"{line}\n      {where}{executed_copy(book, build)}\n      {run.error}"
 
 
-@click.command("check", epilog="\b\nOutcomes of a record:\n" + OUTCOMES_TEXT + "\n" + EPILOG)
+@click.command(
+    "check",
+    epilog="\b\nOutcomes of a record:\n" + OUTCOMES_TEXT + "\n" + EPILOG,
+    short_help="Compare the last run with what is published.",
+)
 @labs_argument
 @timeout_option
 @build_option
@@ -153,7 +157,7 @@ def check_command(labs: tuple[str, ...], timeout_s: float, build: Path | None) -
     sys.exit(0 if report.ok else 1)
 
 
-@click.command("publish", epilog=EPILOG)
+@click.command("publish", epilog=EPILOG, short_help="Make the last run the published one.")
 @labs_argument
 @click.option(
     "--rebase",
@@ -200,7 +204,7 @@ def publish_command(
         click.echo("nothing changed: this run is the published one")
 
 
-@click.command("claims")
+@click.command("claims", short_help="The published claims, and what the numbers say of them.")
 @click.option("--markdown", is_flag=True, help="As a Markdown table.")
 def claims_command(markdown: bool) -> None:
     """The published claims that the labs put to the test, and what each machine's numbers say of them.

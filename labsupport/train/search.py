@@ -11,6 +11,7 @@ from labsupport.units import format_bytes, format_seconds
 PROBES = (2, 8)  # without a plan; not 1, which BatchNorm refuses
 FAR = 16  # a prediction further away than this many times the largest tested size gets a point on the way
 FLAT = 1024  # samples up to which memory is seen not to rise, before that is believed
+NEAR = 0.95  # of a size: others nearer than this tell no slope where bytes are rounded, if there is a smaller one
 SAFETY = 0.8  # of the time limit is what a trial may be expected to take
 
 
@@ -190,20 +191,23 @@ def largest_by_levels(trials: Sequence[Trial], ceiling: int) -> float | None:
     """The largest size that should fit: a line through the two largest that fit, for each of their levels.
 
     Where both made the same allocations, that is each moment of the step; else each phase. None if nothing rises;
-    the largest tested size if there is but one.
+    the largest tested size if there is but one, or only others too near to tell a slope.
     """
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.size)
     if not fitting:
         return 0
     b = fitting[-1]
-    a = next((each for each in reversed(fitting) if each.size <= 0.95 * b.size), None)  # nearer ones tell no slope
-    if a is None:
-        return b.size
+    a = next((each for each in reversed(fitting) if each.size <= NEAR * b.size), None)
+    rises, room = _slopes(a or fitting[0], b, ceiling)
+    if rises.size:
+        return b.size + int((room // rises).min())
+    return b.size if a is None else None
+
+
+def _slopes(a: Trial, b: Trial, ceiling: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the levels that rise from a to b: by how much, and the bytes up to the ceiling times the samples between."""
     here, there = (a.levels, b.levels) if a.levels is not None and b.levels is not None else (None, None)
     if here is None or there is None or len(here) != len(there):
         here, there = np.array([a.peak_bytes]), np.array([b.peak_bytes])
-    rises = there - here
-    if not (rises > 0).any():
-        return None
-    room = (ceiling - there[rises > 0]) * (b.size - a.size)
-    return b.size + int((room // rises[rises > 0]).min())
+    up = there > here
+    return (there - here)[up], (ceiling - there[up]) * (b.size - a.size)
