@@ -1,6 +1,7 @@
 """`labs batch`: on real files, with real plans and searches."""
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -85,17 +86,45 @@ def test_the_cards_are_those_of_the_plan():
     from labsupport.train import Workload, plan_memory
 
     _, out, _ = labs("train.py:workload", "--plan-only", "--json")
-    plan = plan_memory(named_in_file("train.py:workload", Workload), target="cuda")
+    with named_in_file("train.py:workload", Workload) as workload:
+        plan = plan_memory(workload, target="cuda")
     found = json.loads(out)["largest_by_card"]
     assert found == largest_batches(plan)
     for card, room in rooms().items():
         assert plan.peak_bytes(found[card]) <= room < plan.peak_bytes(found[card] + 1)
 
 
-def test_a_card_larger_than_this_machine_is_only_planned(monkeypatch):
-    monkeypatch.setattr("labsupport.diagnose.batch_report.allowed_memory_bytes", lambda: 8 << 30)
-    code, out, _ = labs("train.py:workload", "--accelerator", "H200 SXM")
-    assert code == 0 and "no step was run: 118 GiB are more than this machine has" in out
+@pytest.mark.parametrize("asked", [["--accelerator", "H200 SXM"], ["--budget", "118.2GiB"]])
+def test_more_than_is_free_here_is_only_planned(monkeypatch, asked):
+    monkeypatch.setattr("labsupport.train.batch_size.allowed_memory_bytes", lambda: 1 << 30)
+    code, out, _ = labs("train.py:workload", *asked)
+    assert code == 0 and "no step was run: 118 GiB are more than 80% of this machine's free memory, 819 MiB" in out
+    code, out, err = labs("train.py:refuses", *asked)
+    assert code == 2 and not out and "cannot be planned" in err and "no step was run: 118 GiB" in err
+
+
+def test_steps_run_here_under_the_memory_of_a_card(monkeypatch):
+    monkeypatch.setattr("labsupport.diagnose.batch_report.rooms", lambda: {"T4 (16 GB)": 4 << 20})
+    code, out, _ = labs("train.py:workload", "--accelerator", "t4", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["accelerator"] == "T4 (16 GB)" and found["device"] == "cpu"
+    assert found["plan"]["target"] == "cuda" and found["search"]["max_batch"] == 1185
+    _, out, _ = labs("train.py:workload", "--accelerator", "T4 (16 GB)", "--max-batch", "8")
+    assert "run here, on the CPU, with as much memory: a T4 (16 GB) has a knee of its own" in out
+
+
+def test_what_is_planned_for_a_cpu_only(monkeypatch):
+    from labsupport.train import plan_memory
+    from labsupport.train.traces import CannotPlan
+
+    def no_cuda(*args, target):
+        if target == "cuda":
+            raise CannotPlan("an operation that CUDA lacks")
+        return plan_memory(*args, target=target)
+
+    monkeypatch.setattr("labsupport.diagnose.batch_report.plan_memory", no_cuda)
+    code, out, _ = labs("train.py:workload", "--budget", "4MiB", "--plan-only")
+    assert code == 0 and "no card can be planned for: an operation that CUDA lacks" in out and "1185 samples" in out
 
 
 def test_what_cannot_be_planned_is_searched():
@@ -105,25 +134,50 @@ def test_what_cannot_be_planned_is_searched():
     assert code == 2 and "cannot be planned" in err
 
 
+def test_a_size_that_the_model_does_not_take(tmp_path):
+    (tmp_path / "norm.py").write_text(FILE.replace("nn.ReLU()", "nn.BatchNorm1d(256)"))
+    code, out, _ = labs("norm.py:workload", "--budget", "4MiB", "--plan-only", "--batch", "1")
+    assert code == 0 and "cannot be planned with 1 sample" in out and "T4 (16 GB)" in out
+
+
+def test_a_model_that_is_kept_by_its_function(tmp_path):
+    """A plan may build it without memory: that must not be the one that the steps are run with."""
+    (tmp_path / "kept.py").write_text(
+        FILE + "\nfrom functools import cache\n"
+        "kept = Workload('kept', cache(lambda: nn.Linear(WIDTH, 10)), batch, loss, torch.optim.SGD)\n"
+    )
+    code, out, _ = labs("kept.py:kept", "--budget", "1MiB", "--max-batch", "8")
+    assert code == 0 and "8 samples (max_batch): fits" in out and "largest batch by card" in out
+
+
 def test_a_budget_in_which_nothing_fits():
     code, out, err = labs("train.py:workload", "--budget", "4KB")
     assert code == 1 and not out
     assert "not even 1 sample fits in 3.91 KiB. Parameters, buffers and optimizer state alone take 75.0 KiB" in err
+    code, out, _ = labs("train.py:workload", "--budget", "4KB", "--plan-only")
+    assert code == 1 and "(the budget given): not even 1 sample" in out
+
+
+def test_a_trial_that_takes_too_long():
+    code, out, err = labs("train.py:workload", "--budget", "4MiB", "--trial-limit", "0.00001")
+    assert code == 1 and not out and "time limit" in err and "--trial-limit" in err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train.py"], "FILE.py:NAME is expected"),
+        (["notebook.ipynb:workload"], "FILE.py:NAME is expected"),
         (["gone.py:workload"], "there is no file gone.py"),
         (["train.py:worklaod"], "its Workloads are workload, refuses; did you mean workload?"),
         (["empty.py:workload"], "it has no Workload at its top"),
-        (["train.py:number"], "is a int: a Workload is expected"),
-        (["train.py:nothing"], "returned a int: a Workload is expected"),
+        (["train.py:number"], "is of type int: a Workload is expected"),
+        (["train.py:nothing"], "returned the type int: a Workload is expected"),
         (["train.py:broken"], "ZeroDivisionError"),
         (["fails.py:workload"], "KeyError: 'mine'"),
         (["train.py:workload", "--budget", "lots"], "'lots' is not a size"),
         (["train.py:workload", "--accelerator", "T5", "--plan-only"], "near are T4 (16 GB)"),
+        (["train.py:workload", "--accelerator", "zz", "--plan-only"], "there are M4000 (8 GB), P5000 (16 GB)"),
         (["train.py:workload", "--accelerator", "V100 SXM2"], "sold with several sizes of memory"),
         (["train.py:workload", "--accelerator", "T4", "--budget", "1GiB"], "not both"),
         (["train.py:workload", "--budget", "1MiB", "--multiple-of", "64", "--max-batch", "9"], "not one such size"),
@@ -132,10 +186,65 @@ def test_a_budget_in_which_nothing_fits():
 def test_requests_that_make_no_sense(words, message):
     code, out, err = labs(*words)
     assert code == 2 and message in err and not out
-    assert "importlib" not in err and "runpy" not in err
+    assert "importlib" not in err and "user_files" not in err
 
 
-def test_an_error_of_the_workload_itself_is_raised_as_it_is(tmp_path):
-    (tmp_path / "odd.py").write_text(FILE.replace("cross_entropy(model(batch[0]), batch[1])", "no_such_thing(model)"))
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        labs("odd.py:workload", "--budget", "1MiB")
+@pytest.mark.parametrize(
+    ("own_loss", "message"),
+    [
+        ("no_such_thing(model)", "AttributeError"),
+        ("cross_entropy(model(batch[0]), batch[1][:1])", "ValueError: Expected input batch_size (2)"),
+        ("cross_entropy(model(batch[0][:, 1:]), batch[1])", "mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_an_error_of_the_workload_itself_has_its_line(tmp_path, own_loss, message):
+    (tmp_path / "odd.py").write_text(FILE.replace("cross_entropy(model(batch[0]), batch[1])", own_loss))
+    code, out, err = labs("odd.py:workload", "--budget", "1MiB")
+    assert code == 2 and not out and message in err and "(in a trial of 2 samples)" in err
+    assert f'odd.py", line {FILE[: FILE.index("return nn.functional")].count(chr(10)) + 1}, in loss' in err
+    assert "labsupport" not in err.replace("labsupport/measure/allocations.py", "")  # the last line may be ours
+
+
+def test_a_model_that_is_none(tmp_path):
+    (tmp_path / "odd.py").write_text(FILE.replace('"mine", lambda: model', '"mine", lambda: 3'))
+    for options in (["--plan-only"], ["--budget", "1MiB"]):
+        code, _, err = labs("odd.py:workload", *options)
+        assert code == 2 and err.endswith("model of workload 'mine': a Module is expected, got int\n")
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(0)", "import argparse; argparse.ArgumentParser().error('mine')"])
+def test_a_file_that_ends_the_program(tmp_path, program):
+    (tmp_path / "script.py").write_text(FILE + program)
+    code, out, err = labs("script.py:workload", "--plan-only")
+    assert code == 2 and not out and "script.py ends the program" in err and "__main__" in err and program in err
+
+
+def test_a_file_runs_as_python_runs_it(tmp_path):
+    """Neighbours may be imported late, no argument is left, its classes can be pickled; then all is as before."""
+    (tmp_path / "script.py").write_text(
+        f"""{FILE}
+import argparse, pickle, sys
+
+argparse.ArgumentParser().parse_args()
+sys.path.insert(0, "nowhere")
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+def late():
+    import neighbour
+
+    assert pickle.loads(pickle.dumps(Mine)) is Mine
+    return neighbour.model
+
+
+workload = Workload("mine", late, batch, loss, Mine)
+"""
+    )
+    (tmp_path / "neighbour.py").write_text("from torch import nn\nmodel = nn.Linear(64, 10)\n")
+    before = sys.path[:], sys.argv
+    code, out, err = labs("script.py:workload", "--budget", "1MiB", "--max-batch", "8")
+    assert code == 0 and "fits" in out, err
+    assert (sys.path, sys.argv) == before and "script" not in sys.modules

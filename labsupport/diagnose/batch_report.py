@@ -19,8 +19,9 @@ from labsupport.units import format_bytes
 @dataclass(frozen=True)
 class BatchReport:
     """`parts` are bytes by category at the peak of `recipe.batch_size` samples; they and `planned` are None without a
-    plan, and `no_plan` says why. `largest` has a batch for each card of the table, None without a plan for CUDA, and
-    `no_cards` says why. `card` is the one asked for. `found` is None where no step was run: `not_run` says why."""
+    plan, and `no_plan` says why (`no_parts`, where only that size cannot be planned). `largest` has a batch for each
+    card of the table, None without a plan for CUDA, and `no_cards` says why. `card` is the one asked for. `found` is
+    None where no step was run: `not_run` says why."""
 
     name: str
     recipe: Recipe
@@ -31,6 +32,7 @@ class BatchReport:
     plan: MemoryPlan | None
     no_plan: str
     parts: dict[str, int] | None
+    no_parts: str
     planned: int | None
     largest: dict[str, int | None] | None
     no_cards: str
@@ -45,11 +47,12 @@ class BatchReport:
     @property
     def lines(self) -> tuple[str, ...]:
         said = []
-        if self.plan and self.parts:
-            parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
+        if self.plan:
+            sizes = self.parts or {}
+            parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sizes.items() if nbytes)
             said += [
                 *self.plan.lines,
-                f"with {self.recipe.batch_size} samples: {format_bytes(sum(self.parts.values()))}: {parts}",
+                self.no_parts or f"with {self.recipe.batch_size} samples: {format_bytes(sum(sizes.values()))}: {parts}",
                 f"largest batch in {format_bytes(self.ceiling)} ({self.ceiling_from}): {_samples(self.planned)}",
             ]
         else:
@@ -82,6 +85,7 @@ class BatchReport:
             "budget_from": self.ceiling_from,
             "plan": None if self.plan is None else self.plan.as_dict(),
             "parts": self.parts,
+            "no_parts": self.no_parts or None,
             "peak_bytes": None if self.parts is None else sum(self.parts.values()),
             "planned_batch": self.planned,
             "no_plan": self.no_plan or None,
@@ -126,13 +130,8 @@ def report_batch(
     not_run = "--plan-only" if plan_only else ""
     if ceiling > free and not plan_only:
         not_run = f"{format_bytes(ceiling)} are more than {free_from}, {format_bytes(free)}; give a smaller --budget"
-    plan, no_plan = _planned(workload, recipe, target, plan_only)
-    if plan is None and not_run:
-        raise ValueError(f"{workload.name} cannot be planned: {no_plan}\nno step was run: {not_run}")
-    cards, no_cards = (plan, no_plan) if plan is None or target == "cuda" else _planned(workload, recipe, "cuda", False)
-    parts = plan and plan.at_peak(batch)
     found = None
-    if not not_run:
+    if not not_run:  # before any plan, which may build the model without memory: a `model()` that keeps it would too
         found = find_batch_size(
             workload,
             budget=ceiling,
@@ -142,6 +141,15 @@ def report_batch(
             trial_limit_s=trial_limit_s,
             progress=progress,
         )
+    plan, no_plan = _planned(workload, recipe, target, raises=bool(not_run))
+    if plan is None and not_run:
+        raise ValueError(f"{workload.name} cannot be planned: {no_plan}\nno step was run: {not_run}")
+    cards, no_cards = (plan, no_plan) if plan is None or target == "cuda" else _planned(workload, recipe, "cuda")
+    parts, no_parts = None, ""
+    try:
+        parts = None if plan is None else plan.at_peak(batch)
+    except ValueError as error:  # one sample, which the model does not take
+        no_parts = str(error)
     return BatchReport(
         workload.name,
         recipe,
@@ -152,22 +160,23 @@ def report_batch(
         plan,
         no_plan,
         parts,
-        plan and plan.max_batch(ceiling),
-        cards and largest_batches(cards),
+        no_parts,
+        None if plan is None else plan.max_batch(ceiling),
+        None if cards is None else largest_batches(cards),
         no_cards,
         found,
         not_run,
     )
 
 
-def _planned(workload: Workload, recipe: Recipe, target: str, plan_only: bool) -> tuple[MemoryPlan | None, str]:
-    """The plan, or why there is none. An error of the workload's own is raised where no step will meet it."""
+def _planned(workload: Workload, recipe: Recipe, target: str, *, raises: bool = False) -> tuple[MemoryPlan | None, str]:
+    """The plan, or why there is none. With `raises`, an error of its own leaves as it is: no step will meet it."""
     try:
         return plan_memory(workload, recipe, target=target), ""
     except CannotPlan as error:
         return None, str(error)
     except Exception as error:  # real steps may work all the same
-        if plan_only:
+        if raises:
             raise
         return None, f"{type(error).__name__}: {error}"
 

@@ -89,7 +89,8 @@ def _offers(found: dict[str, object], kind: type, name: str) -> str:
 
 
 def _own_part(error: BaseException, folder: Path) -> str:
-    """The lines of the traceback that are in the user's folder, and the last; nothing for an error that is ours."""
+    """The lines of the traceback that are in the user's folder, and the last; nothing for an error that is ours.
+    Where a library's functions are all that the user named, the library's lines."""
     frames = list(traceback.extract_tb(error.__traceback__))
     paths = [Path(frame.filename) for frame in frames]
     # Their environment may lie in their folder, and so may this package.
@@ -101,5 +102,6 @@ def _own_part(error: BaseException, folder: Path) -> str:
     in_file = isinstance(error, SyntaxError)  # no line of it has run
     if not theirs and not in_file and paths[-1].is_relative_to(OURS):
         return ""
+    theirs = theirs or [frame for frame, path in zip(frames, paths, strict=True) if not path.is_relative_to(OURS)]
     shown = theirs[-3:] + ([] if in_file or frames[-1] in theirs[-1:] else frames[-1:])
     return "".join(traceback.format_list(shown) + traceback.format_exception_only(error)).rstrip()

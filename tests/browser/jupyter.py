@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +23,19 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
+# Colab's ipywidgets in the JupyterLab of its time. Named one by one, since what that JupyterLab asks for to edit
+# together (jupyter_server_ydoc, on y-py) has no wheel for Python 3.13, and nothing here edits together.
+OLD = ("jupyterlab==3.6.8",)
+OLD_NEEDS = (
+    "ipywidgets==7.7.1",
+    "jupyterlab_widgets<2",
+    "ipykernel<7",
+    "jupyter_server<3",
+    "jupyterlab_server>=2.19,<3",
+    "nbclassic",
+    "notebook<7",
+    "setuptools<81",
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -47,12 +61,15 @@ def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     private = {f"JUPYTER_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "LABS_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON", "LABS_"))
+    }
     environment |= {
         **private,
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "HOME": str(home),
         "LABS_PROFILE": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
@@ -73,6 +90,9 @@ def server(python: Path, notebook: Path, home: Path) -> Iterator[str]:
     try:
         _wait_for(f"{address}/api/status?token={TOKEN}", process, home / "server.log")
         yield f"{address}/lab/tree/{notebook.name}?token={TOKEN}&reset"
+    except BaseException:
+        print((home / "server.log").read_text()[-5000:])  # pytest shows it with the failure
+        raise
     finally:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -98,25 +118,19 @@ def _wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
 def old_python() -> Path:
     """A Python with JupyterLab 3.6 and ipywidgets 7.7.1 (Colab's); everything else is from here.
 
-    Made once, in build/; PyTorch is taken from this environment by a path file, so nothing large is installed.
+    Made once, in this environment's folder, and with it made anew; PyTorch is taken from here by a path file, so
+    nothing large is installed.
     """
-    folder = ROOT / "build" / "jupyterlab-3"
-    python = folder / "bin" / "python"
-    done = folder / "installed"
-    if not done.is_file():
+    folder = Path(sys.prefix) / "jupyterlab-3"
+    python, done = folder / "bin" / "python", folder / "installed"
+    made = "\n".join((*OLD, *OLD_NEEDS, sys.version))
+    if not done.is_file() or done.read_text() != made:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        wanted = (
-            "jupyterlab==3.6.8",
-            "ipywidgets==7.7.1",
-            "jupyterlab_widgets<2",
-            "ipykernel<7",
-            "notebook<7",
-            "setuptools<81",
-        )
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-        here = next(path for path in sys.path if path.endswith("site-packages"))
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *OLD_NEEDS], check=True)
+        subprocess.run([*pip, "--no-deps", *OLD], check=True)
         there = next(folder.glob("lib/python*/site-packages"))
-        (there / "from_here.pth").write_text(f"{here}\n")  # a path file's folders come last
-        done.touch()
+        (there / "from_here.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # a path file's folders come last
+        done.write_text(made)
     return python
