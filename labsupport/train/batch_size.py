@@ -169,13 +169,16 @@ def _with_knee(
     with_headroom = [each.size for each in throughput.timings if each.size <= wanted and each.peak_bytes <= room]
     recommended = max(with_headroom, default=wanted)
     free = f"{1 - room / result.budget_bytes:.0%} of the budget free"
+    share = throughput.samples_per_s(recommended) / throughput.asymptote
+    reached = f"{share:.0%} of the throughput that no batch size passes"
     if recommended == knee:
         reason = f"the smallest that reaches {SHARE:.0%} of the throughput that no batch size passes"
     elif not with_headroom:
         reason = f"no size that was tried leaves {free}"
+    elif recommended == result.max_batch and result.stopped_by != "memory":
+        reason = f"the largest within the search's limit ({result.stopped_by}); it reaches {reached}"
     else:
-        share = throughput.samples_per_s(recommended) / throughput.asymptote
-        reason = f"the largest that leaves {free}; it reaches {share:.0%} of the throughput that no batch size passes"
+        reason = f"the largest that leaves {free}; it reaches {reached}"
     knee_batch = knee if knee <= result.max_batch else None
     return replace(result, throughput=throughput, knee_batch=knee_batch, recommended_batch=recommended, reason=reason)
 

@@ -32,7 +32,8 @@ class Trial:
     def __str__(self) -> str:
         found = "fits" if self.fits else "not within the time limit" if self.timed_out else "does not fit"
         return (
-            f"{self.size} samples ({self.why}): {found}, {'' if self.fits else 'at least '}"
+            f"{self.size} {'sample' if self.size == 1 else 'samples'} ({self.why}): "
+            f"{found}, {'' if self.fits else 'at least '}"
             f"{format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)}"
         )
 

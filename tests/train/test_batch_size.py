@@ -556,6 +556,12 @@ def test_the_recommended_batch_was_run_and_leaves_the_headroom():
     assert found.recommended_batch <= found.max_batch and found.reason
 
 
+def test_a_recommendation_at_the_searchs_own_limit_says_so():
+    found = find(mlp(), budget="1GiB", max_batch=4, knee=True)
+    assert found.recommended_batch == 4 or found.knee_batch == found.recommended_batch
+    assert "leaves" not in found.reason
+
+
 def test_why_there_is_no_plan():
     found = find(step=own_step(), budget="1MiB")
     assert found.plan_says == "there is no plan: a step of your own cannot be traced on fake tensors"
