@@ -66,7 +66,12 @@ class BatchSizeResult:
         if self.throughput:
             low, high = self.throughput.interval
             said += [f"  {timing}" for timing in self.timings if timing.rounds_s]
-            said += [f"knee: {self.throughput.knee:.0f} samples ({low:.0f} to {high:.0f})"]
+            doubt = ""
+            if self.throughput.knee > self.timings[-1].size:
+                doubt = ", beyond what was timed: by the straight line alone"
+            elif high > 2 * low + self.timings[0].size:
+                doubt = ": the timings differ too much to tell it well"
+            said += [f"knee: {self.throughput.knee:.0f} samples ({low:.0f} to {high:.0f}){doubt}"]
             said += [f"recommended: {self.recommended_batch} samples: {self.reason}"]
         return tuple(said)
 

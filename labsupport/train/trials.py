@@ -134,7 +134,8 @@ class Trials:
                 error.add_note(f"(in a trial of {size} samples)")
                 raise
             traceback.clear_frames(error.__traceback__)
-            self.out_of_memory = error
+            # Its traceback would hold us, and we hold it: gradients that were lent would live on in that circle.
+            self.out_of_memory = error.with_traceback(None)
         if log is not None:
             changes = np.array([change for _, change in log.events], dtype=np.int64)
             found.levels = changes.cumsum() + self._buckets if found.fits else None

@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -496,6 +497,26 @@ def test_nothing_stays_allocated(search):
     before = live_bytes()
     search(workload)
     assert live_bytes() == before
+
+
+def test_gradients_that_were_there_are_free_once_they_are_dropped():
+    """Without waiting for the garbage collector: the next training needs their bytes at once."""
+    workload = mlp()
+    trained(workload, 1)
+    gradients = [weakref.ref(p.grad) for p in workload.model().parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        find(workload, budget="2MiB", plan=False)
+        workload.model().zero_grad()
+        assert not any(each() is not None for each in gradients)
+    finally:
+        gc.enable()
+
+
+def test_a_knee_that_the_timings_do_not_tell_is_said_so():
+    few = find(mlp(), budget="1GiB", max_batch=3, knee=True)
+    assert few.throughput.knee <= 3 or "beyond what was timed" in str(few)
 
 
 def test_hooks_and_modes_are_gone_afterwards():
