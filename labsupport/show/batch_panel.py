@@ -14,14 +14,15 @@ from labsupport.measure.budget import is_out_of_memory
 from labsupport.show.batch_picture import Shown, picture
 from labsupport.show.widgets import Panel, Values, choice, slider
 from labsupport.train.batch_size import ceiling_of
+from labsupport.train.checkpointing import blocks_of
 from labsupport.train.plan import MemoryPlan, plan_memory
-from labsupport.train.recipe import PRECISIONS, Recipe
+from labsupport.train.recipe import Recipe
 from labsupport.train.rooms import rooms
-from labsupport.train.step import blocks_of
 from labsupport.train.throughput import Throughput, Timing, measure_throughput
 from labsupport.train.workload import Workload
 from labsupport.units import format_bytes
 
+PRECISIONS = ["fp32", "bf16", "fp16"]  # tf32 takes the bytes of fp32
 BATCHES = [2**power for power in range(13)]
 HERE, OWN = "this machine", "its own"
 Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -81,7 +82,7 @@ class BatchPanel(Panel):
         self._refused: dict[tuple[Any, ...], str] = {}
         controls = {
             "batch": slider("batch", BATCHES, self._nearest(self._recipe.batch_size)),
-            "precision": choice("precision", list(PRECISIONS), self._recipe.precision),
+            "precision": choice("precision", PRECISIONS, self._recipe.precision),
             "optimizer": choice("optimizer", [OWN, *OPTIMIZERS], OWN),
             "checkpointing": choice("checkpointing", [("off", False), ("on", True)], self._recipe.checkpointing),
             "accelerator": choice("accelerator", list(self._rooms), HERE),

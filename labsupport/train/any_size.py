@@ -9,7 +9,7 @@ import torch
 from labsupport.measure.state import found_in
 from labsupport.measure.stopwatch import name_of
 from labsupport.train.recipe import Recipe
-from labsupport.train.step import build_step
+from labsupport.train.step import batch_of, build_step
 from labsupport.train.workload import Workload
 
 
@@ -19,16 +19,20 @@ class WorkloadStep:
     def __init__(
         self, workload: Workload, recipe: Recipe, state: Iterable[Any] | None, at: torch.device, first: int
     ) -> None:
-        self.name, self._workload, self._device = workload.name, workload, at
+        self.name, self._workload, self._recipe, self._device = workload.name, workload, recipe, at
         self._step = build_step(workload, recipe.but(batch_size=first), at)
-        self.things = [self._step.model, self._step.optimizer, *found_in(workload.loss), *(state or ())]
+        own = (self._step.model, self._step.optimizer, self._step.scaler, self._step.scheduler)
+        self.things = [each for each in own if each is not None] + [*found_in(workload.loss), *(state or ())]
         self._size = 0
         self.release()
 
     def prepare(self, size: int) -> None:
         if size != self._size:
             self.release()
-            self._step.batch, self._size = self._workload.batch(size, self._device), size
+            self._step.batch, self._size = (
+                batch_of(self._workload, self._recipe.but(batch_size=size), self._device),
+                size,
+            )
 
     def __call__(self, size: int) -> None:
         self.prepare(size)

@@ -75,6 +75,11 @@ def find_batch_size(
     """
     _check(workload, step, max_batch, multiple_of, tolerance, headroom, max_trials, trial_limit_s)
     at = torch.device(device) if device is not None else choose_device().device
+    if recipe is not None and recipe.compile and at.type == "cpu":
+        raise ValueError(
+            "compile: on a CPU the ledger would make a compiled step run eager, and count that; leave compile out of "
+            "the recipe, and compile at the size that is found"
+        )
     ceiling, budget_from = ceiling_of(budget, at)
     most, limit = _limit(workload, max_batch, multiple_of)
     with _random_states_kept():  # the first batch is made before there is a state to keep

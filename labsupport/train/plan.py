@@ -16,7 +16,7 @@ import numpy as np
 from labsupport.measure.allocations import CUDA_ROUNDING
 from labsupport.measure.categories import CATEGORIES
 from labsupport.train.recipe import Recipe
-from labsupport.train.traces import CannotPlan, Trace, trace
+from labsupport.train.traces import CannotPlan, Trace, model_of, trace
 from labsupport.train.workload import Workload
 from labsupport.units import format_bytes, parse_bytes
 
@@ -146,8 +146,9 @@ class MemoryPlan:
 def plan_memory(workload: Workload, recipe: Recipe | None = None, *, target: str | None = None) -> MemoryPlan:
     """Predict the memory of a workload's steady step at any batch size; the recipe's own is not used.
 
-    Nothing of the workload is run on real memory but its `batch`, at a few small sizes. Its live objects, and all
-    random states, are as before. `target` is "cpu", the default, for what MemoryLedger counts there; or "cuda", an
+    Nothing of the workload is run on real memory but its `model`, once, and its `batch`, at a few small sizes. A
+    model that this machine cannot hold may be built `with torch.device("meta")`. Live objects, and all random states,
+    are as before. `target` is "cpu", the default, for what MemoryLedger counts there; or "cuda", an
     estimate: sizes rounded as its allocator does, foreach optimizers, its dropout masks and attention kernels.
 
     Raises CannotPlan where the step is no line in the batch: shapes that depend on data, control flow on the batch,
@@ -159,16 +160,17 @@ def plan_memory(workload: Workload, recipe: Recipe | None = None, *, target: str
     target = target or "cpu"
     if target not in TARGETS:
         raise ValueError(f"target: one of {', '.join(TARGETS)} is expected, got {target!r}")
-    first, second = (trace(workload, recipe.but(batch_size=size), target) for size in TRACED)
+    model = model_of(workload)
+    first, second = (trace(workload, recipe.but(batch_size=size), target, model) for size in TRACED)
     fixed, per_sample = _line(first, second)
     checked = min(CHECKED, workload.samples or CHECKED, CHECKED_BYTES * TRACED[-1] // second.batch_bytes)
     if checked > TRACED[-1]:
-        _check(first, trace(workload, recipe.but(batch_size=checked), target), fixed, per_sample)
+        _check(first, trace(workload, recipe.but(batch_size=checked), target, model), fixed, per_sample)
 
     @cache
     def of_one() -> Moment:
         try:
-            one = trace(workload, recipe.but(batch_size=1), target)
+            one = trace(workload, recipe.but(batch_size=1), target, model)
         except CannotPlan as error:
             raise ValueError(f"batch: {workload.name} cannot be planned with 1 sample: {error}") from error
         return _moment(one, one.changes, 0 * one.changes, int(np.argmax(one.changes.cumsum())))

@@ -1,33 +1,81 @@
 """How it is trained: the knobs."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-PRECISIONS = ("fp32", "bf16")
+import torch
+
+from labsupport.train.checkpointing import Checkpointing
+from labsupport.train.precision import PRECISIONS
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "aot_eager")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The knobs of a training step. Raises ValueError, or TypeError, for a setting that makes no sense.
 
-    `batch_size`: samples in one forward pass on one rank. `precision`: "fp32", or "bf16" for autocast (parameters,
-    gradients and optimizer state stay as they are). `checkpointing`: each block of the model's `Sequential`s and
-    `ModuleList`s is computed again in the backward pass instead of stored.
+    * `batch_size`: samples in one forward pass on one rank, the micro-batch.
+    * `precision`: "fp32"; "tf32" for fp32 whose products are rounded (GPUs from Ampere on); "bf16" or "fp16" for
+      autocast: parameters, gradients and optimizer state stay fp32. "fp16" comes with a gradient scaler.
+    * `channels_last`: weights and images of convolutions lie with their channels next to one another.
+    * `checkpointing`: True computes each block of the model's `Sequential`s and `ModuleList`s again in the backward
+      pass instead of storing what it needs; a number of 2 or more divides each `Sequential` into so many segments, of
+      which all but the last are computed again; a policy (ctx, op, *args, **kwargs) -> `CheckpointPolicy` chooses
+      within each block what is stored.
+    * `accumulation`: micro-batches to one optimizer step.
+    * `clip_norm`: the largest norm of all gradients together.
+    * `schedule`: a function from the optimizer to its learning-rate scheduler, stepped once an optimizer step.
+    * `compile`: a mode of `torch.compile`, or its backend "aot_eager", which needs no compiler and gains no speed.
     """
 
     batch_size: int = 32
     precision: str = "fp32"
-    checkpointing: bool = False
+    channels_last: bool = False
+    checkpointing: Checkpointing = False
+    accumulation: int = 1
+    clip_norm: float | None = None
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    compile: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
-            raise TypeError(f"batch_size: a whole number of samples is expected, got {self.batch_size!r}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size: 1 or more samples are expected, got {self.batch_size}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision: one of {', '.join(PRECISIONS)} is expected, got {self.precision!r}")
-        if not isinstance(self.checkpointing, bool):
-            raise TypeError(f"checkpointing: True or False is expected, got {self.checkpointing!r}")
+        for name, what in {"batch_size": "samples", "accumulation": "micro-batches"}.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: a whole number of {what} is expected, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}: 1 or more {what} are expected, got {value}")
+        _one_of("precision", self.precision, PRECISIONS)
+        if not isinstance(self.channels_last, bool):
+            raise TypeError(f"channels_last: True or False is expected, got {self.channels_last!r}")
+        if not isinstance(self.checkpointing, int) and not callable(self.checkpointing):
+            raise TypeError(
+                f"checkpointing: True, False, a number of segments or a policy is expected, got {self.checkpointing!r}"
+            )
+        if not isinstance(self.checkpointing, bool) and isinstance(self.checkpointing, int) and self.checkpointing < 2:
+            raise ValueError(
+                f"checkpointing: 2 or more segments are expected, got {self.checkpointing}: the last one is stored, so "
+                "that a single one would save nothing"
+            )
+        clip = self.clip_norm
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float)):
+            raise TypeError(f"clip_norm: a number or None is expected, got {clip!r}")
+        if clip is not None and not (clip > 0 and math.isfinite(clip)):
+            raise ValueError(f"clip_norm: a finite number above 0 is expected, got {clip}")
+        if self.schedule is not None and not callable(self.schedule):
+            raise TypeError(
+                "schedule: a function from the optimizer to its scheduler is expected, such as lambda optimizer: "
+                f"StepLR(optimizer, 30), got {type(self.schedule).__name__}"
+            )
+        if self.compile is not None:
+            _one_of("compile", self.compile, COMPILE_MODES)
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples to one optimizer step of one rank."""
+        return self.batch_size * self.accumulation
 
     def but(self, **changes: Any) -> "Recipe":
         """The same with some knobs changed: `recipe.but(precision="bf16")`."""
@@ -39,4 +87,13 @@ class Recipe:
     def diff(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
         """What differs: {knob: (here, there)}."""
         pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        return {name: pair for name, pair in pairs.items() if _differ(*pair)}
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return a != b or type(a) is not type(b)  # True == 1
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: one of {', '.join(known)} is expected, got {value!r}")

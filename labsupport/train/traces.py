@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labsupport.measure.allocations import FORWARD, StorageLog
 from labsupport.measure.categories import spans_of
@@ -23,7 +24,7 @@ from labsupport.measure.state import KeptState
 from labsupport.measure.storages import OURS, Storage, described, source_line, tensors_in
 from labsupport.train.cuda_kernels import as_on_cuda
 from labsupport.train.recipe import Recipe
-from labsupport.train.step import Step, made, optimizer_of
+from labsupport.train.step import Step, arranged, batch_of, made, optimizer_of
 from labsupport.train.workload import Workload
 
 T = TypeVar("T")
@@ -60,14 +61,26 @@ class Trace:
         return next(name for start, name in reversed(self.spans[number]) if start <= position)
 
 
-def trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
-    """Two steps of a workload, on fake tensors. Raises CannotPlan where that is not possible."""
+def model_of(workload: Workload) -> torch.nn.Module:
+    """The workload's model. Random states are as before.
+
+    Not built on `meta`: a factory that keeps what it once made would give that to the training afterwards.
+    """
+    kept = KeptState(())
+    try:
+        return made("model", workload.model(), torch.nn.Module, workload)
+    finally:
+        kept.put_back()
+
+
+def trace(workload: Workload, recipe: Recipe, target: str, model: torch.nn.Module | None = None) -> Trace:
+    """Two steps of a workload, on fake copies of its model, or of the one given. Raises CannotPlan where it cannot."""
     kept = KeptState(())  # the factories may draw random numbers
     random.seed(recipe.batch_size)  # a branch that is taken by chance has a chance to differ between two traces
     np.random.seed(recipe.batch_size)
     with _no_collector():
         try:
-            return _trace(workload, recipe, target)
+            return _trace(workload, recipe, target, model or model_of(workload))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CannotPlan(
                 f"the step reads a tensor's value at {_line_of(error)}: shapes and control flow that depend on data "
@@ -87,13 +100,16 @@ def trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
             kept.put_back()
 
 
-def _trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
-    real_batch = workload.batch(recipe.batch_size, torch.device("cpu"))
-    real_model = _model_of(workload)
+def _trace(workload: Workload, recipe: Recipe, target: str, real_model: torch.nn.Module) -> Trace:
+    if recipe.compile:
+        raise CannotPlan("what torch.compile makes of a step allocates as it decides: measure it, or plan without")
+    real_batch = batch_of(workload, recipe, torch.device("cpu"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     model = _faked(real_model, [t for part in real_model.modules() for t in tensors_in(part.__dict__)], mode, memo)
     batch = _faked(real_batch, tensors_in(real_batch), mode, memo)
+    with mode:
+        model = arranged(model, recipe)
     optimizer = optimizer_of(workload, model)
     if any(not hasattr(p, "fake_mode") for group in optimizer.param_groups for p in group["params"]):  # a live one
         live = [*tensors_in(optimizer.param_groups), *tensors_in(dict(optimizer.state))]
@@ -102,9 +118,11 @@ def _trace(workload: Workload, recipe: Recipe, target: str) -> Trace:
         if target == "cuda":
             around.enter_context(as_on_cuda(optimizer))
         around.enter_context(mode)
+        around.enter_context(_NormsOfCPU())
         log = _FakeLog(torch.device("cpu"))
         around.enter_context(MemoryLedger(model, optimizer, inputs=batch, log=log))
         step = Step(workload, recipe, model, optimizer, batch)
+        step.scaler = step.scaler and _FakeScaler("cpu")
         for _ in range(STEPS):
             step()
     events = [event for _, run in groupby(log.events, lambda each: each[1] > 0) for event in _in_order(run)]
@@ -117,16 +135,6 @@ def _in_order(run: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """What is freed between two allocations goes in whatever order; a peak does not depend on it."""
     events = list(run)
     return events if events[0][1] > 0 else sorted(events)
-
-
-def _model_of(workload: Workload) -> torch.nn.Module:
-    """Built without memory where its constructor allows that, else on the CPU."""
-    try:
-        with torch.device("meta"):
-            model = workload.model()
-    except Exception:  # a constructor that reads values; if that was not the reason, it raises again
-        model = workload.model()
-    return made("model", model, torch.nn.Module, workload)
 
 
 def _faked(thing: T, tensors: Iterable[torch.Tensor], mode: FakeTensorMode, memo: dict[int, Any]) -> T:
@@ -208,6 +216,33 @@ class _FakeLog(StorageLog):
         if packet is aten._embedding_bag and storage is self._one_more:  # the bag of each index, and an end
             return nbytes + args[1].itemsize
         return nbytes
+
+
+NORMS = (aten.native_batch_norm, aten.native_group_norm, aten.native_layer_norm)
+
+
+class _NormsOfCPU(TorchDispatchMode):
+    """Norms of low-precision inputs with fp32 weights, as autocast has them: on a CPU their statistics are fp32, and
+    the gradient has the input's type. Fake tensors have it the other way round."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in NORMS:
+            weight = next((each for each in args[1:] if isinstance(each, torch.Tensor)), out[0])
+            return (out[0], *(each.to(weight.dtype) for each in out[1:]))
+        if func.overloadpacket is aten.native_group_norm_backward and out[0] is not None:
+            return (out[0].to(args[1].dtype), *out[1:])
+        return out
+
+
+class _FakeScaler(torch.amp.GradScaler):
+    """Never skips a step: whether gradients are finite, fake ones cannot tell."""
+
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        optimizer.step()
+
+    def get_scale(self) -> float:
+        return 1.0
 
 
 @contextmanager
