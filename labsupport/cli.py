@@ -76,7 +76,11 @@ for command in commands.COMMANDS:
 @click.option("--accelerator", metavar="NAME", help="A card of the table instead, as in T4; 90 % of its memory counts.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Whose parts are shown.")
 @click.option(
-    "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="bf16 is autocast."
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16, fp16: autocast.",
 )
 @click.option("--checkpointing", is_flag=True, help="Compute each block again in the backward pass.")
 @click.option("--max-batch", type=click.IntRange(min=1), help="Search no further than this.")

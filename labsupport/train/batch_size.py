@@ -24,7 +24,7 @@ from labsupport.train.search import NothingFits, Search, Trial, largest_by_level
 from labsupport.train.throughput import SHARE, sizes_to_time, time_sizes
 from labsupport.train.trials import STEPS, Trials
 from labsupport.train.workload import Workload
-from labsupport.units import parse_bytes
+from labsupport.units import format_bytes, parse_bytes
 
 T = TypeVar("T")
 
@@ -81,6 +81,11 @@ def find_batch_size(
             "the recipe, and compile at the size that is found"
         )
     ceiling, budget_from = ceiling_of(budget, at)
+    if at.type == "cpu" and ceiling > (free := _free_on_host()):
+        raise ValueError(
+            f"budget: {format_bytes(ceiling)} is more than the {format_bytes(free)} that are free here: a trial would "
+            "end this process before it meets the ceiling; give a smaller one, or ask plan_memory(...).max_batch"
+        )
     most, limit = _limit(workload, max_batch, multiple_of)
     with _random_states_kept():  # the first batch is made before there is a state to keep
         subject: WorkloadStep | OwnStep
@@ -229,8 +234,11 @@ def ceiling_of(budget: int | str | None, at: torch.device) -> tuple[int, str]:
         free, _ = torch.cuda.mem_get_info(at)
         cached = torch.cuda.memory_reserved(at)
         return free + cached, "what is free on the GPU"
-    free = min(psutil.virtual_memory().available, allowed_memory_bytes())
-    return int(HOST_SHARE * free), f"{HOST_SHARE:.0%} of this machine's free memory"
+    return int(HOST_SHARE * _free_on_host()), f"{HOST_SHARE:.0%} of this machine's free memory"
+
+
+def _free_on_host() -> int:
+    return min(psutil.virtual_memory().available, allowed_memory_bytes())
 
 
 def _limit(workload: Workload | None, max_batch: int | None, unit: int) -> tuple[int | None, str]:

@@ -41,12 +41,8 @@ class Recipe:
     compile: str | None = None
 
     def __post_init__(self) -> None:
-        for name, what in {"batch_size": "samples", "accumulation": "micro-batches"}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: a whole number of {what} is expected, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: 1 or more {what} are expected, got {value}")
+        _whole("batch_size", self.batch_size, "samples")
+        _whole("accumulation", self.accumulation, "micro-batches")
         _one_of("precision", self.precision, PRECISIONS)
         if not isinstance(self.channels_last, bool):
             raise TypeError(f"channels_last: True or False is expected, got {self.channels_last!r}")
@@ -77,6 +73,23 @@ class Recipe:
         """Samples to one optimizer step of one rank."""
         return self.batch_size * self.accumulation
 
+    def accumulated(self, effective_batch: int, *, at_most: int, ranks: int = 1) -> "Recipe":
+        """The same with the largest `batch_size` up to `at_most`, what fits, whose windows have exactly
+        `effective_batch` samples on all ranks together: halving until it fits would train another batch.
+
+        ValueError if the ranks cannot share it equally.
+        """
+        for name, value in {"effective_batch": effective_batch, "at_most": at_most, "ranks": ranks}.items():
+            _whole(name, value, "samples" if name != "ranks" else "ranks")
+        share, rest = divmod(effective_batch, ranks)
+        if rest:
+            raise ValueError(
+                f"effective_batch: {effective_batch} samples cannot be shared equally by {ranks} ranks; "
+                f"{share * ranks} or {(share + 1) * ranks} could"
+            )
+        micro = next(size for size in range(min(at_most, share), 0, -1) if share % size == 0)
+        return self.but(batch_size=micro, accumulation=share // micro)
+
     def but(self, **changes: Any) -> "Recipe":
         """The same with some knobs changed: `recipe.but(precision="bf16")`."""
         if unknown := set(changes) - {field.name for field in fields(self)}:
@@ -92,6 +105,13 @@ class Recipe:
 
 def _differ(a: Any, b: Any) -> bool:
     return a != b or type(a) is not type(b)  # True == 1
+
+
+def _whole(name: str, value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: a whole number of {what} is expected, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: 1 or more {what} are expected, got {value}")
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

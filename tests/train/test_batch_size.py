@@ -635,3 +635,8 @@ def test_a_workload_or_a_step():
     with pytest.raises(TypeError, match="give the function"):
         find(step=3)
     assert isinstance(find(mlp(), budget="2MiB").trials[0], Trial)
+
+
+def test_a_budget_that_the_machine_has_not_is_refused_before_a_trial():
+    with pytest.raises(ValueError, match="is more than the .* that are free here.*plan_memory"):
+        find(mlp(), budget="1048576GiB")

@@ -232,6 +232,21 @@ def test_more_or_no_micro_batches_are_refused_and_nothing_changes():
     assert torch.equal(model.weight, before) and model.weight.grad is None
 
 
+@pytest.mark.parametrize(
+    ("wanted", "fits", "ranks", "found"),
+    [(96, 40, 1, (32, 3)), (100, 32, 1, (25, 4)), (64, 24, 4, (16, 1)), (97, 32, 1, (1, 97)), (60, 100, 1, (60, 1))],
+)
+def test_c65_the_effective_batch_stays_what_was_wanted(wanted, fits, ranks, found):
+    recipe = Recipe(precision="bf16").accumulated(wanted, at_most=fits, ranks=ranks)
+    assert (recipe.batch_size, recipe.accumulation) == found
+    assert recipe.effective_batch * ranks == wanted and recipe.precision == "bf16"
+
+
+def test_an_effective_batch_that_ranks_cannot_share():
+    with pytest.raises(ValueError, match="cannot be shared equally by 3 ranks; 96 or 99 could"):
+        Recipe().accumulated(97, at_most=8, ranks=3)
+
+
 # The scaler, clipping and the schedule.
 
 
