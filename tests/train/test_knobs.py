@@ -404,3 +404,29 @@ def test_a_model_that_is_made_once_is_a_real_one_after_its_plan():
     plan_memory(workload)
     assert {each.device.type for each in made_once().parameters()} == {"cpu"}
     build_step(workload, Recipe(batch_size=2), "cpu")()
+
+
+@pytest.mark.parametrize(("precision", "checkpointing"), [("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.GroupNorm(4, 8),
+        lambda: nn.BatchNorm2d(8),
+        lambda: nn.LayerNorm([8, 8]),
+        lambda: nn.InstanceNorm2d(8, affine=True),
+        lambda: nn.BatchNorm2d(8, affine=False),
+    ],
+    ids=["group", "batch", "layer", "instance", "batch without weights"],
+)
+def test_plans_of_norms_under_autocast_are_exact(norm, precision, checkpointing):
+    def model():
+        rows = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm(), nn.ReLU()) for _ in range(3)]
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *rows, nn.Flatten(), nn.Linear(512, 5))
+
+    workload = Workload("norms", model, batch, WORKLOAD.loss, WORKLOAD.optimizer)
+    recipe = Recipe(batch_size=6, precision=precision, checkpointing=checkpointing)
+    step = build_step(workload, recipe, "cpu")
+    with MemoryLedger(step.model, step.optimizer, inputs=step.batch) as ledger:
+        for _ in range(2):
+            step()
+    assert plan_memory(workload, recipe).peak_bytes(6) == ledger.peak_bytes
