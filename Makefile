@@ -28,7 +28,7 @@ test: $(STAMP)
 	$(BIN)/labs run
 	$(BIN)/labs check
 	LABS_RUN=1 $(BIN)/python -m pytest --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg --nbval-cell-timeout 300 notebooks/00_*.ipynb
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 
 install: $(STAMP)
 

@@ -24,6 +24,8 @@ PACE_MS = 200  # between the keys of a person. A held key is slower a tick: a ch
 COMPLAINT = re.compile(rb'"msg_type": ?"error"|"name": ?"stderr"')
 NO_WIDGETS_YET = b"No such comm"  # JupyterLab asks the kernel for its widgets before ipywidgets is imported
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 SMALL = """
 import torch
 from torch import nn

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("faults")  # each worker would make the checkout anew
+
 FINE = 'print("fine")'
 NEVER_ENDS = "while True:\n    pass"
 CHILD = "import subprocess\n\nsubprocess.run(['sleep', '{}'])"
