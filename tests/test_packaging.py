@@ -105,7 +105,7 @@ def test_no_path_of_one_machine_is_tracked():
 
 
 def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
-    timing, memory = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    timing, memory, knobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     matrix = torch.ones(384, 384)
     exec(timing, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
@@ -114,8 +114,11 @@ def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
         "make_model": lambda: torch.nn.Linear(4, 1),
         "make_batch": lambda n, device: torch.ones(n, 4, device=device),
     }
-    exec(memory, {"torch": torch, "loss_of": lambda model, batch: model(batch).mean(), **made})
+    names = {"torch": torch, "loss_of": lambda model, batch: model(batch).mean(), **made}
+    exec(memory, names)
     said = capsys.readouterr().out
+    exec(knobs, names)
+    assert names["recipe"].effective_batch == 256 and names["step"].model.weight.grad is not None
     assert "samples (one more): does not fit" in said
     assert said.startswith("peak ") and "gradient 20 B" in said and "Linear" in said
 
