@@ -13,7 +13,7 @@ from labsupport.publish.catalogue import Book, UsageError
 from labsupport.publish.check import Report, Row, check
 from labsupport.publish.provenance import record_hashes
 from labsupport.publish.published import Entry, Published
-from labsupport.publish.records import METADATA_KEY, Record, absent_bundle
+from labsupport.publish.records import METADATA_KEY, SUMMARY_MIME, Record, absent_bundle
 from labsupport.publish.run import Run, executed_copy, result_file
 
 OWN = replace(CPU, torch="2.14.1", isa="avx2", isa_flags=("avx2",))
@@ -486,3 +486,19 @@ def test_every_lab_is_judged_and_one_that_fails_stops_no_other(scene):
     report = check([missing, scene.book], scene.build, scene.machines)
     assert (report.counts["held"], report.counts["present"]) == (3, 1)
     assert [row.lab for row in report.rows if row.fails] == ["01"]
+
+
+def test_a_summary_without_what_this_machine_lacks_is_the_same_summary():
+    def with_summary(notebook, names):
+        output = new_output("display_data", {SUMMARY_MIME: {"lab": "00", "records": names}})
+        notebook.cells.append(new_code_cell("lab.summary()", id="summary", execution_count=9, outputs=[output]))
+        return notebook
+
+    names = list(SPECS)
+    committed = with_summary(notebook_of(records_of({"x": 7}), OWN), names)
+    skipped = {"r": None}
+    ran = with_summary(notebook_of(records_of(skipped), OWN, {"r": ("x", "ratio", "compiler")}), ["e", "c", "i", "x"])
+    ran.cells[-2].outputs = committed.cells[-2].outputs  # of x
+    assert [row for row in replay.differences(committed, ran) if "records" in row] == []
+    ran.cells[-1].outputs[0].data[SUMMARY_MIME]["records"] = ["e", "c", "x"]
+    assert [row for row in replay.differences(committed, ran) if "records" in row]
