@@ -57,8 +57,12 @@ def _without(absent: set[str], outputs: Any) -> Any:
 
     found = from_dict(json.loads(json.dumps(outputs)))
     for output in found:
-        if summary := output.get("data", {}).get(SUMMARY_MIME):
-            summary["records"] = [name for name in summary["records"] if name not in absent]
+        data = output.get("data", {})
+        if SUMMARY_MIME in data:
+            names = data[SUMMARY_MIME]["records"]
+            data[SUMMARY_MIME]["records"] = [name for name in names if name not in absent]
+            lines = data.get("text/plain", "").splitlines()
+            data["text/plain"] = "\n".join(line for line in lines if line.split(" ", 1)[0] not in absent)
     return found
 
 

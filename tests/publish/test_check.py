@@ -490,15 +490,17 @@ def test_every_lab_is_judged_and_one_that_fails_stops_no_other(scene):
 
 def test_a_summary_without_what_this_machine_lacks_is_the_same_summary():
     def with_summary(notebook, names):
-        output = new_output("display_data", {SUMMARY_MIME: {"lab": "00", "records": names}})
-        notebook.cells.append(new_code_cell("lab.summary()", id="summary", execution_count=9, outputs=[output]))
+        text = "\n".join(f"{name}  1 (measured)" for name in names)
+        data = {SUMMARY_MIME: {"lab": "00", "records": names}, "text/plain": text}
+        outputs = [new_output("display_data", data)]
+        notebook.cells.append(new_code_cell("lab.summary()", id="summary", execution_count=9, outputs=outputs))
         return notebook
 
-    names = list(SPECS)
-    committed = with_summary(notebook_of(records_of({"x": 7}), OWN), names)
-    skipped = {"r": None}
-    ran = with_summary(notebook_of(records_of(skipped), OWN, {"r": ("x", "ratio", "compiler")}), ["e", "c", "i", "x"])
-    ran.cells[-2].outputs = committed.cells[-2].outputs  # of x
-    assert [row for row in replay.differences(committed, ran) if "records" in row] == []
-    ran.cells[-1].outputs[0].data[SUMMARY_MIME]["records"] = ["e", "c", "x"]
-    assert [row for row in replay.differences(committed, ran) if "records" in row]
+    names, needs = list(SPECS), {"r": ("x", "ratio", "compiler")}
+    others = [name for name in names if name != "r"]
+    published = notebook_of({name: Record(name=name, **SPECS[name]) for name in names}, OWN)
+    published.cells[4].outputs[0].data = absent_bundle("r", *needs["r"])[0] | {"text/plain": "r (measured)"}
+    ran = notebook_of({name: Record(name=name, **SPECS[name]) for name in others}, OWN, needs)
+    assert replay.differences(with_summary(published, names), with_summary(ran, others)) == []
+    ran.cells[-1].outputs[0].data[SUMMARY_MIME]["records"] = others[1:]
+    assert len(replay.differences(published, ran)) == 1
