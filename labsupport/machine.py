@@ -12,10 +12,13 @@ import re
 import shlex
 import shutil
 import statistics
+import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labsupport.accelerators import Accelerator as Accelerator
@@ -127,8 +130,9 @@ def fingerprint(device: "torch.device | str | None" = None) -> Machine:
 def has(need: str) -> bool:
     """Whether this machine has what a lab or a record needs, by probe; `need` is one of NEEDS."""
     if need == "compiler":
-        named = shlex.split(os.environ.get("CXX", ""))[:1]  # CXX may be "ccache g++" or "g++ -m64"
-        return any(shutil.which(compiler) for compiler in (*named, "c++", "g++", "clang++"))
+        # What torch.compile calls: CXX where it is set ("ccache g++", "g++ -m64"), and then no other.
+        named = shlex.split(os.environ.get("CXX", "")) or ["clang++" if sys.platform == "darwin" else "g++"]
+        return shutil.which(named[0]) is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
     if need == "root":
         return hasattr(os, "geteuid") and os.geteuid() == 0
     if need == "cuda":

@@ -35,7 +35,9 @@ class Lab:
         self.device = choice.device
         self.machine = machine.fingerprint(choice.device)
         self.records: dict[str, Record] = {}
+        self.absent: dict[str, str] = {}  # record -> what it needs and this machine lacks
         self.guesses: dict[str, float | None] = {}
+        self._lacks: set[str] = set()
         self.answers: dict[str, bool | None] = {}  # exercise -> right, wrong, or None for unanswered
         text = f"Lab {lab} runs on the {self.profile.upper()}: {choice.reason} (measured)\n"
         text += f"{self.machine.describe()} (measured)"
@@ -66,8 +68,9 @@ class Lab:
             raise ValueError(f"{name!r} is on record already ({self.records[name].text}): choose another name")
         needs = details.get("needs")
         asked_for_cpu = needs in ("cuda", "2 GPUs") and self.profile == "cpu"  # a GPU may be there all the same
-        if needs and (asked_for_cpu or not machine.has(needs)):
+        if needs and (asked_for_cpu or needs in self._lacks or not machine.has(needs)):
             Record(name=name, value=1, unit=unit, kind=kind, **details)  # what is wrong is wrong here too
+            self.absent[name] = needs
             _show(*absent_bundle(name, unit, kind, needs))
             return
         if callable(value):
@@ -78,6 +81,11 @@ class Lab:
         record = Record(name=name, value=value, unit=unit, kind=kind, **details)
         self.records[name] = record
         _show(*record.bundle())
+
+    def lacks(self, need: str) -> None:
+        """Records that need this are skipped from here on: it is there, and a try has shown that it does not work."""
+        machine.has(need)  # an unknown need is told
+        self._lacks.add(need)
 
     def say(
         self,
@@ -94,6 +102,7 @@ class Lab:
         `say("It took {step_s}.")`, or `say(about="speedup", above="Faster: {speedup}.", below="Slower.",
         same="No difference.")`: see `records.sentence`. Raises ValueError for a record that is not there, and
         for an outcome without its other side (a sentence about a ratio could be false on another machine).
+        Where a record was skipped for what it needs, so is the sentence, and says so.
         """
         if bool(text) == bool(about) or (text and (above or below or same)):
             raise ValueError("lab.say takes a text, or about= with above=, below=, same=")
@@ -102,8 +111,13 @@ class Lab:
             said = {"about": about, "above": above, "below": below, "same": same, "margin": margin}
         templates = [part for part in said.values() if isinstance(part, str)]
         used = {field for part in templates for field in fields_of(part)} | ({about} if about else set())
-        if missing := sorted(used - set(self.records)):
+        skipped = {name for name in used if name in self.absent and name not in self.records}
+        if missing := sorted(used - set(self.records) - skipped):
             raise ValueError(f"lab.say uses {', '.join(missing)}, not on record; there are {_listed(self.records)}")
+        if skipped and not (about and not (above and below and same)):
+            needs = " and ".join(sorted({self.absent[name] for name in skipped}))
+            _show({SAY_MIME: said, "text/markdown": f"*Not here*: this needs {needs}. <small>(measured)</small>"})
+            return
         if about and (not (above and below and same) or self.records[about].kind != "ratio"):
             raise ValueError(f"lab.say about {about!r}: a record of kind 'ratio' and above, below, same are expected")
         ratios = sorted(name for name in used if self.records[name].kind == "ratio")

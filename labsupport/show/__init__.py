@@ -4,7 +4,7 @@ from labsupport.show import memory as memory  # with these, `plot` draws ledgers
 from labsupport.show import timings as timings
 from labsupport.show.plots import plot, timeline
 
-__all__ = ["BatchPanel", "Panel", "plot", "timeline"]
+__all__ = ["BatchPanel", "CompilePanel", "Panel", "plot", "timeline"]
 
 
 def __getattr__(name: str) -> object:
@@ -13,6 +13,10 @@ def __getattr__(name: str) -> object:
         from labsupport.show.batch_panel import BatchPanel
 
         return BatchPanel
+    if name == "CompilePanel":
+        from labsupport.show.compile_panel import CompilePanel
+
+        return CompilePanel
     if name == "Panel":
         from labsupport.show.widgets import Panel
 

@@ -405,6 +405,16 @@ def test_a_compiler_is_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("CXX", "mine -m64")
     assert machine.has("compiler")
+    (tmp_path / "mine").rename(tmp_path / "g++")
+    assert not machine.has("compiler")  # the one that is named is asked, as torch.compile does, and no other
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert machine.has("compiler")
+
+
+def test_a_compiler_without_pythons_headers_is_of_no_use(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert not machine.has("compiler")
 
 
 def scripted_clock(*durations_s):

@@ -9,6 +9,7 @@ import pytest
 from labsupport.publish.catalogue import Book
 from labsupport.publish.published import load_all
 from labsupport.publish.records import SAY_MIME, Record, records_in, sentence
+from labsupport.show.compile_panel import AUTOMATIC, DYNAMIC, MARKED, STATIC, calls_of
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 TAGS = {"setup", "parameters", "predict", "exercise", "solution", "your-model", "nbval-ignore-output"}
@@ -197,6 +198,41 @@ def test_the_numbers_of_lab_03_tell_one_story():
         assert of["gain_early"] > 1.5 > of["gain_late"] and 0 < of["enough_memory"] < 1
         assert 1 <= of["recommended_batch"] <= of["max_batch"]
 
+
+def test_the_numbers_of_lab_09_tell_one_story():
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("09_")]
+    given = Book("09", path).parameters
+    for of in stories_of("09"):
+        assert (of["chain_graphs"], of["chain_operations"], of["chain_runs"]) == (1, 40, 3)
+        assert of["raises_without_compiler"] == 1
+        assert of["chain_outside"] == of["cnn_outside"] == of["returned_outside"] == 0
+        assert max(of["cnn_error_eager"], of["cnn_error_compiled"]) < of["cnn_allowed"]
+        functions = ("clean", "with_item", "with_print", "with_if")
+        assert [of[f"graphs_{name}"] for name in functions] == [1, 2, 2, 2]
+        assert [of[f"breaks_{name}"] for name in functions] == [0, 1, 1, 1]
+        assert [of[f"refused_{name}"] for name in functions] == [0, 0, 1, 1]
+        assert (of["graphs_logged"], of["graphs_returned"]) == (0, 1)
+        # The panel's rule, and one compilation more where the first batch is as large as the layer is wide.
+        rule = {name: calls_of((8, 16, 24, 32, 7, 1), setting)[-1].compilations for name, setting in SETTINGS.items()}
+        assert rule == {"default": 3, "false": 6, "true_wider": 2, "marked": 2}
+        assert {name: of[f"compilations_{name}"] for name in rule} == rule and of["compilations_true"] == 3
+        assert (of["limit_graphs"], of["limit_eager"]) == (8, 2)
+        ragged = [of[f"ragged{name}"] for name in ("", "_in_epoch_2", "_dropped", "_marked", "_one")]
+        assert ragged == [2, 0, 1, 1, 2] and (of["modes"], of["modes_later"]) == (3, 0)
+        assert [of[f"lr_{name}"] for name in ("float", "tensor", "constant")] == [2, 1, 1]
+        if "gain_chain" not in of:
+            continue  # made without a compiler
+        assert of["cold_s"] > of["warm_s"]
+        assert of["gain_chain"] > 1.5 and of["gain_chain"] > of["gain_mlp"]
+        assert of["gain_returned"] > 1.5 * of["gain_logged"] and of["naive_gain"] < of["gain_chain"]
+        for name in ("chain", "cnn", "mlp", "late"):
+            assert of[f"session_{name}"] < of[f"gain_{name}"]
+            assert (of[f"payback_{name}"] == given["horizon"]) >= (of[f"gain_{name}"] <= 1)
+        assert of["payback_chain"] < of["payback_mlp"]
+        assert of["call_ragged_s"] > 10 * max(of["call_full_s"], of["call_ragged_again_s"])
+
+
+SETTINGS = {"default": AUTOMATIC, "false": STATIC, "true_wider": DYNAMIC, "marked": MARKED}
 
 OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
 

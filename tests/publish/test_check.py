@@ -13,7 +13,7 @@ from labsupport.publish.catalogue import Book, UsageError
 from labsupport.publish.check import Report, Row, check
 from labsupport.publish.provenance import record_hashes
 from labsupport.publish.published import Entry, Published
-from labsupport.publish.records import METADATA_KEY, Record, absent_bundle
+from labsupport.publish.records import METADATA_KEY, SUMMARY_MIME, Record, absent_bundle
 from labsupport.publish.run import Run, executed_copy, result_file
 
 OWN = replace(CPU, torch="2.14.1", isa="avx2", isa_flags=("avx2",))
@@ -486,3 +486,21 @@ def test_every_lab_is_judged_and_one_that_fails_stops_no_other(scene):
     report = check([missing, scene.book], scene.build, scene.machines)
     assert (report.counts["held"], report.counts["present"]) == (3, 1)
     assert [row.lab for row in report.rows if row.fails] == ["01"]
+
+
+def test_a_summary_without_what_this_machine_lacks_is_the_same_summary():
+    def with_summary(notebook, names):
+        text = "\n".join(f"{name}  1 (measured)" for name in names)
+        data = {SUMMARY_MIME: {"lab": "00", "records": names}, "text/plain": text}
+        outputs = [new_output("display_data", data)]
+        notebook.cells.append(new_code_cell("lab.summary()", id="summary", execution_count=9, outputs=outputs))
+        return notebook
+
+    names, needs = list(SPECS), {"r": ("x", "ratio", "compiler")}
+    others = [name for name in names if name != "r"]
+    published = notebook_of({name: Record(name=name, **SPECS[name]) for name in names}, OWN)
+    published.cells[4].outputs[0].data = absent_bundle("r", *needs["r"])[0] | {"text/plain": "r (measured)"}
+    ran = notebook_of({name: Record(name=name, **SPECS[name]) for name in others}, OWN, needs)
+    assert replay.differences(with_summary(published, names), with_summary(ran, others)) == []
+    ran.cells[-1].outputs[0].data[SUMMARY_MIME]["records"] = others[1:]
+    assert len(replay.differences(published, ran)) == 1

@@ -68,6 +68,26 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {**BURSTY, "01/steady_samples_per_s": 99},
         {**BURSTY, "01/steady_samples_per_s": 101},
     ],
+    "compile-20-40": [
+        {"09/gain_cnn": 1.3, "09/gain_mlp": 1.2, "09/gain_late": 1.4},
+        {"09/gain_cnn": 1.1, "09/gain_mlp": 1.0, "09/gain_late": 0.5},
+    ],
+    "compile-once": [
+        {"09/ragged": 1, "09/ragged_dropped": 1, "09/modes": 1},
+        {"09/ragged": 2, "09/ragged_dropped": 1, "09/modes": 3},
+    ],
+    "compile-fallback": [
+        {"09/raises_without_compiler": 0, "09/gain_logged": 1, "09/gain_late": 1},
+        {"09/raises_without_compiler": 0, "09/gain_logged": 1, "09/gain_late": 0.5},
+    ],
+    "compile-overhead": [
+        {"09/cuda_default_gain": 2, "09/cuda_graphs_gain": 5},
+        {"09/cuda_default_gain": 1, "09/cuda_graphs_gain": 1},
+    ],
+    "compile-old-gpu": [
+        {"09/old_gpu_capability": 7.0, "09/old_gpu_gain": 0.8},
+        {"09/old_gpu_capability": 6.1, "09/old_gpu_gain": 0},
+    ],
 }
 CLAIMS = {claim.id: claim for claim in load_claims()}
 DECIDED = {id_: claim for id_, claim in CLAIMS.items() if claim.holds}

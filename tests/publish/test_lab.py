@@ -148,6 +148,22 @@ def test_a_present_need_is_kept_with_the_record(lab, monkeypatch):
     assert lab.records["a"].needs == "compiler"
 
 
+def test_what_a_lab_found_not_to_work_is_lacking(lab, shown, monkeypatch):
+    monkeypatch.setattr(machine, "has", lambda need: True)
+    lab.lacks("compiler")
+    lab.record("speedup", lambda: pytest.fail("called"), "x", kind="ratio", needs="compiler")
+    lab.record("b", 1, needs="root")
+    assert list(lab.records) == ["b"]
+    shown()
+    lab.say(about="speedup", **BRANCHES)
+    lab.say("{speedup} and {b}.")
+    assert shown() == 2 * "*Not here*: this needs compiler. <small>(measured)</small>\n"
+    with pytest.raises(ValueError, match="not on record"):
+        lab.say("{speedup} and {c}.")
+    with pytest.raises(ValueError, match="above, below, same"):
+        lab.say(about="speedup", above="Faster.")
+
+
 @pytest.mark.parametrize("name, kind", [("a", "fuzzy"), ("Not A Name", "info")])
 def test_a_wrong_record_is_refused_also_where_its_need_is_absent(lab, name, kind):
     with pytest.raises(ValueError):
