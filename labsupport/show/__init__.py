@@ -4,11 +4,15 @@ from labsupport.show import memory as memory  # with these, `plot` draws ledgers
 from labsupport.show import timings as timings
 from labsupport.show.plots import plot, timeline
 
-__all__ = ["BatchPanel", "Panel", "plot", "timeline"]
+__all__ = ["AccumulationPanel", "BatchPanel", "Panel", "plot", "timeline"]
 
 
 def __getattr__(name: str) -> object:
     """Panels need ipywidgets, pictures do not."""
+    if name == "AccumulationPanel":
+        from labsupport.show.accumulation_panel import AccumulationPanel
+
+        return AccumulationPanel
     if name == "BatchPanel":
         from labsupport.show.batch_panel import BatchPanel
 
