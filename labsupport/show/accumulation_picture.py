@@ -137,7 +137,7 @@ def _legend(boxes: Sequence[Box]) -> list[str]:
         if any(box.kind == kind for box in boxes):
             out.append(_rect(place, row - 11, 14, 13, color))
             out.append(_text(place + 19, row, label))
-            place += 36 + 7.0 * len(label)
+            place += 36 + 6.6 * len(label)
     if any(box.carried for box in boxes):
         out.append(_rect(place, row - 11, 14, 13, PALE, stroke=GREEN))
         out.append(_text(place + 19, row, "of the epoch before"))

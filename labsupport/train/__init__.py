@@ -1,6 +1,5 @@
 """What is trained, how, with what data, and how much memory that takes."""
 
-from labsupport.train.accumulation import split_batch
 from labsupport.train.batch_size import BatchSizeResult, find_batch_size
 from labsupport.train.data import StoredImages
 from labsupport.train.plan import MemoryPlan, plan_memory
@@ -20,5 +19,4 @@ __all__ = [
     "build_step",
     "find_batch_size",
     "plan_memory",
-    "split_batch",
 ]

@@ -1,4 +1,4 @@
-"""Gradient accumulation, counted: which samples weigh how much in which update, and how to cut a batch into pieces."""
+"""Gradient accumulation, counted: which samples weigh how much in which update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,23 +84,3 @@ def _weights(sizes: tuple[int, ...], window: int, end: str, divided: bool) -> tu
     if divided and end == WEIGHED:
         return (1 / sum(sizes),) * len(sizes)
     return tuple(1 / (size * (window if divided else 1)) for size in sizes)
-
-
-def split_batch(target: int, largest: int, *, ranks: int = 1) -> tuple[int, int]:
-    """(micro-batch, micro-batches to an optimizer step) that train with exactly `target` samples a step on all ranks.
-
-    The micro-batch is the largest that divides the target and has at most `largest` samples: `largest` may be the
-    `max_batch` or the `recommended_batch` of `find_batch_size`. A prime target leaves nothing but 1: then unequal
-    micro-batches are better, weighed by their samples. Raises ValueError for numbers below 1, and for a target that
-    does not divide by the ranks.
-    """
-    if min(target, largest, ranks) < 1:
-        raise ValueError(f"numbers of 1 or more are expected: got target={target}, largest={largest}, ranks={ranks}")
-    each, rest = divmod(target, ranks)
-    if rest:
-        raise ValueError(
-            f"{target} samples a step cannot be shared evenly by {ranks} ranks: {target - rest} or "
-            f"{target - rest + ranks} could"
-        )
-    micro_batch = next(size for size in range(min(each, largest), 0, -1) if each % size == 0)
-    return micro_batch, each // micro_batch

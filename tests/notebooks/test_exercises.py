@@ -28,6 +28,11 @@ WRONG = {
         "knee_batch": "16",  # where both parts are equal: half of it
         "micro_batch": "24",  # halved until it fits
     },
+    "08": {
+        "second_epoch": "7 / 8",  # what is left, without the window that follows
+        "window_loss": "(0.5 + 0.3) / 2",  # a mean of means
+        "rank_micro_batch": "31",  # halved until it fits
+    },
 }
 
 

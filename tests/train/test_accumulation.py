@@ -1,11 +1,10 @@
-"""Who weighs how much, counted, is what a real loop does; and a batch is cut without losing a sample."""
+"""Who weighs how much, counted, is what a real loop does."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labsupport.train import split_batch
 from labsupport.train.accumulation import DROPPED, ENDS, LEAKS, STEPPED, WEIGHED, epoch_of
 
 
@@ -84,24 +83,3 @@ def test_a_window_longer_than_the_epoch_never_steps():
 def test_what_makes_no_sense_is_refused(change):
     with pytest.raises(ValueError, match="are expected: got"):
         epoch_of(**{"samples": 8, "micro_batch": 2, "window": 2} | change)
-
-
-@given(st.integers(1, 500), st.integers(1, 600), st.integers(1, 8))
-def test_a_split_keeps_the_target_and_fits(each, largest, ranks):
-    micro_batch, window = split_batch(each * ranks, largest, ranks=ranks)
-    assert micro_batch * window * ranks == each * ranks and micro_batch <= largest
-    assert not any(each % size == 0 for size in range(micro_batch + 1, min(each, largest) + 1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"target": 0, "largest": 8}, "1 or more"),
-        ({"target": 8, "largest": 0}, "1 or more"),
-        ({"target": 8, "largest": 8, "ranks": 0}, "1 or more"),
-        ({"target": 10, "largest": 8, "ranks": 4}, "8 or 12 could"),
-    ],
-)
-def test_a_split_that_cannot_be_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        split_batch(**arguments)
