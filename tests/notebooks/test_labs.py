@@ -206,7 +206,7 @@ def test_the_numbers_of_lab_08_tell_one_story():
         assert 0.01 < of["batchnorm_error"] < of["batchnorm_error_tiny"] and of["tokens_error"] > 0.1
         assert (of["statistics_whole"], of["statistics_parts"]) == (1, 4)
         assert of["sgd_update"] == pytest.approx(4, rel=1e-5) and of["adam_update"] == pytest.approx(1, rel=1e-3)
-        # Both places within the window leave the last micro-batch alone; never clearing adds the first step to the next.
+        # Both places within the window leave the last micro-batch alone; never clearing adds the first step to it.
         assert of["zero_inside_error"] == of["zero_last_error"] > 0.1 and of["wrong_places_equal"] == 1
         assert of["zero_never_error"] == pytest.approx(1, rel=1e-6)
         assert of["loss_right"] < min(of["loss_cleared"], of["loss_undivided"]) / 2
