@@ -77,7 +77,7 @@ class Step:
         with autocast_of(self.recipe.precision, self._kind), replaced(self._forwards):
             loss, count = _loss_of(self.workload, self.compiled, batch)
         if window == 1:
-            loss = loss if count is None else loss / count
+            loss = loss if count is None else loss / _at_least_one(count)
         losses.append(loss.detach())
         if window > 1 and count is None:
             loss = loss / window

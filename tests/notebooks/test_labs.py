@@ -234,6 +234,51 @@ def test_the_numbers_of_lab_09_tell_one_story():
 
 SETTINGS = {"default": AUTOMATIC, "false": STATIC, "true_wider": DYNAMIC, "marked": MARKED}
 
+def test_the_numbers_of_lab_08_tell_one_story():
+    for of in stories_of("08"):
+        rounding = ("groupnorm_error", "tokens_right_error", "zero_after_error")
+        assert max(of[name] for name in rounding) < 1e-12 and of["gradients_off"] == 0
+        # Smaller micro-batches have worse statistics, and each moves them once.
+        assert 0.01 < of["batchnorm_error"] < of["batchnorm_error_tiny"] and of["tokens_error"] > 0.1
+        assert (of["statistics_whole"], of["statistics_parts"]) == (1, 4)
+        assert of["sgd_update"] == pytest.approx(4, rel=1e-5) and of["adam_update"] == pytest.approx(1, rel=1e-3)
+        # Both places within the window leave the last micro-batch alone; never clearing adds the first step to it.
+        assert of["zero_inside_error"] == of["zero_last_error"] > 0.1 and of["wrong_places_equal"] == 1
+        assert of["zero_never_error"] == pytest.approx(1, rel=1e-6)
+        assert of["loss_right"] < min(of["loss_cleared"], of["loss_undivided"]) / 2
+        # 16 micro-batches, the last of 40 samples, are two windows of six and four left over.
+        assert (of["steps_an_epoch"], of["samples_late"]) == (2, 3 * 64 + 40)
+        assert of["leak_factor"] == pytest.approx(10 / 6, rel=1e-4) and (of["right_steps"], of["right_unseen"]) == (
+            3,
+            0,
+        )
+        assert of["right_factor"] == 1 and (of["left_at_128"], of["left_at_256"]) == (391 % 4, 196 % 4)
+        assert (of["first_rate"], of["updates_at_zero"], of["updates_at_zero_right"]) == (0.4, 4, 0)
+        assert of["boundary_error"] < 1e-5 and of["clipped_each_error"] > 0.01
+        # In units of one activation of all rows: ten at once, ten parts of it each, six and the rest for summed losses.
+        unit = 2048 * 256 * 4
+        assert of["whole_bytes"] == pytest.approx(10 * unit, abs=64)
+        assert [of[f"each_bytes_{n}"] for n in (2, 4, 8)] == pytest.approx([10 * unit / n for n in (2, 4, 8)], abs=64)
+        summed = [(6 + 4 / n) * unit for n in (2, 4, 8)]
+        assert [of[f"summed_bytes_{n}"] for n in (2, 4, 8)] == pytest.approx(summed, rel=1e-3)
+        assert of["each_share"] == pytest.approx(1 / 8, rel=1e-4)
+        assert of["summed_share"] == pytest.approx(of["summed_bytes_8"] / of["whole_bytes"], rel=1e-5)
+        assert 1 <= of["window_memory"] < 1.1 < of["whole_memory"] < 8
+        assert of["saved_costly"] > max(1, of["saved_cheap"])
+        assert (of["kept_halving"], of["kept_division"], of["kept_divisor"]) == (2, 4, 5)
+        assert (of["halved_96"], of["micro_97"]) == (24, 1)
+        assert of["micro_batch"] * of["accumulation"] == 256 and of["micro_batch"] <= of["max_batch"]
+        accuracies = [of[f"accuracy_fixed_{size}"] for size in (1000, 256, 64)] + [of["accuracy_16"]]
+        assert accuracies == sorted(accuracies) and of["accuracy_linear_1000"] < 0.5
+        assert of["behind_epochs"] == pytest.approx(of["accuracy_16"] - of["accuracy_fixed_1000"], abs=1e-5)
+        assert of["behind_steps"] == pytest.approx(of["accuracy_steps_16"] - of["accuracy_steps_1000"], abs=1e-5)
+        steps = [of[f"steps_{size}"] for size in (4, 16, 64, 256, 1024)]
+        assert steps == sorted(steps, reverse=True)
+        assert of["early_steps"] == pytest.approx(steps[2] / steps[0], rel=1e-5)
+        assert of["late_steps"] == pytest.approx(steps[4] / steps[2], rel=1e-5) and of["early_steps"] < of["late_steps"]
+        assert 4 < of["critical_batch"] < 64
+
+
 OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
 
 

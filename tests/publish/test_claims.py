@@ -22,6 +22,7 @@ from labsupport.publish.records import Record
 
 BUSY = {"busy_product": 1, "busy_addition": 1, "busy_tiny": 0.9}
 BUSY |= {"mfu_product": 1, "mfu_addition": 0.03, "mfu_tiny": 0.01}
+ZERO_WRONG = {"08/zero_inside_error": 0.7, "08/zero_never_error": 1}
 BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
@@ -64,6 +65,32 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {"01/groups_gain": 4, "01/both_gain": 2, "01/runs_flagged": 1},
         {"01/groups_gain": 4, "01/both_gain": 4, "01/runs_flagged": 1},
     ],
+    "accum-identical": [
+        {"08/groupnorm_error": 1e-16, "08/batchnorm_error": 1e-16, "08/tokens_error": 1e-16},
+        {"08/groupnorm_error": 1e-16, "08/batchnorm_error": 0.04, "08/tokens_error": 0.7},
+    ],
+    "accum-lr": [{"08/sgd_update": 4, "08/adam_update": 4}, {"08/sgd_update": 4, "08/adam_update": 1}],
+    "accum-zero": [
+        {**ZERO_WRONG, "08/zero_after_error": 0, "08/zero_last_error": 0},
+        {**ZERO_WRONG, "08/zero_after_error": 0, "08/zero_last_error": 0.7},
+    ],
+    "accum-window": [
+        {"08/left_at_128": 0, "08/left_at_256": 0, "08/leak_factor": 1},
+        {"08/left_at_128": 3, "08/left_at_256": 0, "08/leak_factor": 1.67},
+    ],
+    "lr-linear": [
+        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1000": 0.94},
+        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1000": 0.1},
+    ],
+    "big-batch-generalisation": [
+        {"08/behind_epochs": 0.4, "08/behind_steps": 0.05},
+        {"08/behind_epochs": 0.4, "08/behind_steps": 0.003},
+    ],
+    "accum-speed": [
+        {"08/window_memory": 1.01, "08/whole_memory": 7},
+        {"08/window_memory": 1.5, "08/whole_memory": 7},
+    ],
+    "accum-goyal": [{"08/saved_cheap": 2, "08/saved_costly": 2}, {"08/saved_cheap": 1, "08/saved_costly": 2}],
     "low-util-fine": [
         {**BURSTY, "01/steady_samples_per_s": 99},
         {**BURSTY, "01/steady_samples_per_s": 101},
