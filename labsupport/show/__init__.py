@@ -4,7 +4,7 @@ from labsupport.show import memory as memory  # with these, `plot` draws ledgers
 from labsupport.show import timings as timings
 from labsupport.show.plots import plot, timeline
 
-__all__ = ["BatchPanel", "Panel", "plot", "timeline"]
+__all__ = ["BatchPanel", "CheckpointPanel", "Panel", "plot", "timeline"]
 
 
 def __getattr__(name: str) -> object:
@@ -13,6 +13,10 @@ def __getattr__(name: str) -> object:
         from labsupport.show.batch_panel import BatchPanel
 
         return BatchPanel
+    if name == "CheckpointPanel":
+        from labsupport.show.checkpoint_panel import CheckpointPanel
+
+        return CheckpointPanel
     if name == "Panel":
         from labsupport.show.widgets import Panel
 
