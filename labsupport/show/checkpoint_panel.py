@@ -93,8 +93,8 @@ class Chain:
 class CheckpointPanel(Panel):
     """Segments and depth of a chain, against what is kept after the forward pass, the live peak, and time.
 
-    `measured` are segments -> (bytes kept, peak bytes, time over that without checkpoints), at the `depth` given. Raises
-    ValueError for a depth that the slider does not have.
+    `measured` are segments -> (bytes kept, peak bytes, time over that without checkpoints), at the `depth` given.
+    Raises ValueError for a depth that the slider does not have.
     """
 
     def __init__(
@@ -148,8 +148,7 @@ class CheckpointPanel(Panel):
         return (
             f"{shown.title}: {format_bytes(shown.saved)} kept after the forward pass, {format_bytes(shown.peak)} live "
             "at the peak",
-            f"at the peak: {shown.event}, {shown.inputs} kept inputs are left, gradients of {shown.behind} of "
-            f"{shown.depth} blocks lie there",
+            f"at the peak: {shown.event}; kept inputs left: {shown.inputs}; blocks with gradients: {shown.behind}",
             f"least kept: {format_bytes(shown.curves[least][0])} with {least} segments; lowest peak: "
             f"{format_bytes(shown.curves[lowest][1])} with {lowest}",
             f"matrix products: {shown.curves[max(shown.segments, 1)][2]:.2f}x of those without checkpoints",

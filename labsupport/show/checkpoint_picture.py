@@ -35,7 +35,11 @@ class Shown:
 
     @property
     def title(self) -> str:
-        return f"{self.depth} blocks in {self.segments} segments" if self.segments else f"{self.depth} blocks, no checkpoint"
+        return (
+            f"{self.depth} blocks in {self.segments} segments"
+            if self.segments
+            else f"{self.depth} blocks, no checkpoint"
+        )
 
     @property
     def again(self) -> bool:
@@ -91,7 +95,7 @@ def _chain(shown: Shown) -> list[str]:
     last = len(shown.blocks) - 1
     states = {
         "after the forward pass": {last: STORED},
-        "at the peak": {index: DONE for index in range(shown.worst + 1, last + 1)}
+        "at the peak": dict.fromkeys(range(shown.worst + 1, last + 1), DONE)
         | {shown.worst: AGAIN if shown.again else STORED},
     }
     inputs = {"after the forward pass": last, "at the peak": shown.worst}
@@ -117,21 +121,25 @@ def _chain(shown: Shown) -> list[str]:
 def _bytes(shown: Shown) -> list[str]:
     """Kept and peak over the segments."""
     values = [value for each in (*shown.curves.values(), *shown.measured.values()) for value in each[:2]]
-    out, x, y = _axes(shown, *BYTES, 0, max(values), format_bytes)
+    high = max(values) * 1.06
+    step = next(mib << 20 for mib in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**6) if high <= 5 * (mib << 20))
+    out, x, y = _axes(shown, *BYTES, (0, high, step), lambda value: f"{value / (1 << 20):.0f} MiB")
     out.append(_text(LEFT, TOP - 14, "kept after the forward pass, and live at the peak"))
     least, lowest = shown.best
-    for which, color, best in ((0, BLUE, least), (1, RED, lowest)):
-        out += _curve(shown, which, color, x, y)
-        place, high = x(best), y(shown.curves[best][which])
-        out.append(_text(place, high + 20, f"least: {best}", anchor="middle", fill=color))
-        out.append(f'<circle cx="{place:.1f}" cy="{high:.1f}" r="7" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    out += _curve(shown, 0, BLUE, x, y) + _curve(shown, 1, RED, x, y)
+    for which, color, best, beside in ((0, BLUE, least, 20), (1, RED, lowest, -12)):
+        place, at = x(best), y(shown.curves[best][which])
+        out.append(f'<circle cx="{place:.1f}" cy="{at:.1f}" r="7" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        out.append(_text(place, at + beside, f"least: {best}", anchor="middle", fill=color))
     return out
 
 
 def _times(shown: Shown) -> list[str]:
     """Matrix products and measured time, over those without checkpoints."""
     values = [each[2] for each in (*shown.curves.values(), *shown.measured.values())]
-    out, x, y = _axes(shown, *TIMES, 1, max(1.4, *values), lambda value: f"{value:.2f}x")
+    low, high = math.floor(10 * min(values) + 1e-9) / 10, max(1.4, *values) + 0.02
+    step = next(each for each in (0.1, 0.2, 0.5, 1, 5, 1000) if high - low <= 5 * each)
+    out, x, y = _axes(shown, *TIMES, (low, high, step), lambda value: f"{value:.1f}x")
     out.append(_text(TIMES[0] - 52, TOP - 14, "products (line), measured time (dots)"))
     return out + _curve(shown, 2, GREEN, x, y)
 
@@ -140,10 +148,10 @@ Scale = Callable[[float], float]
 
 
 def _axes(
-    shown: Shown, left: int, right: int, low: float, high: float, label: Callable[[float], str]
+    shown: Shown, left: int, right: int, values: tuple[float, float, float], label: Callable[[float], str]
 ) -> tuple[list[str], Scale, Scale]:
-    """Axes with ticks; segments on a logarithmic one, "none" at its left end."""
-    high = low + (high - low) * 1.06
+    """Axes with ticks, for values from low to high in steps; segments on a logarithmic one, "none" at its left end."""
+    low, high, step = values
     most = max(shown.depth, 2)
 
     def x(segments: float) -> float:
@@ -153,8 +161,8 @@ def _axes(
         return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
 
     out = [_line(left, BOTTOM, right, BOTTOM, GREY)]
-    for quarter in range(5):
-        value = low + (high - low) * quarter / 4
+    for index in range(int((high - low) / step) + 1):
+        value = low + index * step
         out.append(_line(left, y(value), right, y(value), "#e4e4e4", width=1))
         out.append(_text(left - 6, y(value) + 4, label(value), size=10, anchor="end"))
     for tick in [each for each in (1, 2, 4, 8, 16, 32) if each <= most]:
