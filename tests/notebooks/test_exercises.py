@@ -28,6 +28,11 @@ WRONG = {
         "knee_batch": "16",  # where both parts are equal: half of it
         "micro_batch": "24",  # halved until it fits
     },
+    "07": {
+        "best_segments": "8",  # near the root of the depth
+        "work_factor": "4 / 3",  # as if the last segment ran again too
+        "pays_below": "round(12e-3 / 0.1e-3)",  # where both parts of a sample are equal
+    },
 }
 
 
