@@ -38,6 +38,11 @@ WRONG = {
         "window_loss": "(0.5 + 0.3) / 2",  # a mean of means
         "rank_micro_batch": "31",  # halved until it fits
     },
+    "07": {
+        "best_segments": "8",  # near the root of the depth
+        "work_factor": "4 / 3",  # as if the last segment ran again too
+        "pays_below": "round(12e-3 / 0.1e-3)",  # where both parts of a sample are equal
+    },
 }
 
 

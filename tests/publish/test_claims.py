@@ -24,6 +24,7 @@ BUSY = {"busy_product": 1, "busy_addition": 1, "busy_tiny": 0.9}
 BUSY |= {"mfu_product": 1, "mfu_addition": 0.03, "mfu_tiny": 0.01}
 ZERO_WRONG = {"08/zero_inside_error": 0.7, "08/zero_never_error": 1}
 BURSTY = {"01/bursty_busy": 0.3, "01/bursty_samples_per_s": 100, "01/steady_busy": 1}
+PAYS_LITTLE = {"07/two_saved": 0.2, "07/two_more_compute": 0.2, "07/small_saved": 0}
 # Made-up records under which each decided claim holds, and under which it does not.
 FLIPS: dict[str, list[dict[str, float]]] = {
     "batch-affine": [
@@ -36,6 +37,18 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {"03/loop_share": 0.7, "03/loop_tensors_changed": 9, "03/text_matches": 1},
     ],
     "bigger-batch-faster": [{"03/gain_early": 2, "03/gain_late": 2}, {"03/gain_early": 1, "03/gain_late": 1}],
+    "checkpoint-30-40": [
+        {**PAYS_LITTLE, "07/best_saved": 0.35, "07/best_more_compute": 0.25},
+        {**PAYS_LITTLE, "07/best_saved": 0.66, "07/best_more_compute": 0.32},
+    ],
+    "checkpoint-reentrant": [
+        {"07/lost_reentrant": 2, "07/lost_not_reentrant": 0, "07/lost_flag_left_out": 2},
+        {"07/lost_reentrant": 0, "07/lost_not_reentrant": 0, "07/lost_flag_left_out": 0},
+    ],
+    "memory-thrift": [
+        {"07/deep_thrift": 0.2, "07/deep_small": 0.4, "07/deep_gain": 1.2},
+        {"07/deep_thrift": 1.2, "07/deep_small": 1.1, "07/deep_gain": 1.2},
+    ],
     "alloc-reserved": [
         {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.01},
         {"02/cuda_reserved_over_allocated": 1.5, "02/cuda_used_over_reserved": 1.4},
