@@ -28,20 +28,20 @@ WRONG = {
         "knee_batch": "16",  # where both parts are equal: half of it
         "micro_batch": "24",  # halved until it fits
     },
-    "09": {
-        "break_even": "12 / 42e-3",  # as if a compiled step had cost nothing before
-        "reported": "10e-3 / 5e-3",  # what it will be, not what was timed
-        "graphs": "9",  # three an epoch
+    "07": {
+        "best_segments": "8",  # near the root of the depth
+        "work_factor": "4 / 3",  # as if the last segment ran again too
+        "pays_below": "round(12e-3 / 0.1e-3)",  # where both parts of a sample are equal
     },
     "08": {
         "second_epoch": "7 / 8",  # what is left, without the window that follows
         "window_loss": "(0.5 + 0.3) / 2",  # a mean of means
         "rank_micro_batch": "31",  # halved until it fits
     },
-    "07": {
-        "best_segments": "8",  # near the root of the depth
-        "work_factor": "4 / 3",  # as if the last segment ran again too
-        "pays_below": "round(12e-3 / 0.1e-3)",  # where both parts of a sample are equal
+    "09": {
+        "break_even": "12 / 42e-3",  # as if a compiled step had cost nothing before
+        "reported": "10e-3 / 5e-3",  # what it will be, not what was timed
+        "graphs": "9",  # three an epoch
     },
 }
 

@@ -199,40 +199,45 @@ def test_the_numbers_of_lab_03_tell_one_story():
         assert 1 <= of["recommended_batch"] <= of["max_batch"]
 
 
-def test_the_numbers_of_lab_09_tell_one_story():
-    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("09_")]
-    given = Book("09", path).parameters
-    for of in stories_of("09"):
-        assert (of["chain_graphs"], of["chain_operations"], of["chain_runs"]) == (1, 40, 3)
-        assert of["raises_without_compiler"] == 1
-        assert of["chain_outside"] == of["cnn_outside"] == of["returned_outside"] == 0
-        assert max(of["cnn_error_eager"], of["cnn_error_compiled"]) < of["cnn_allowed"]
-        functions = ("clean", "with_item", "with_print", "with_if")
-        assert [of[f"graphs_{name}"] for name in functions] == [1, 2, 2, 2]
-        assert [of[f"breaks_{name}"] for name in functions] == [0, 1, 1, 1]
-        assert [of[f"refused_{name}"] for name in functions] == [0, 0, 1, 1]
-        assert (of["graphs_logged"], of["graphs_returned"]) == (0, 1)
-        # The panel's rule, and one compilation more where the first batch is as large as the layer is wide.
-        rule = {name: calls_of((8, 16, 24, 32, 7, 1), setting)[-1].compilations for name, setting in SETTINGS.items()}
-        assert rule == {"default": 3, "false": 6, "true_wider": 2, "marked": 2}
-        assert {name: of[f"compilations_{name}"] for name in rule} == rule and of["compilations_true"] == 3
-        assert (of["limit_graphs"], of["limit_eager"]) == (8, 2)
-        ragged = [of[f"ragged{name}"] for name in ("", "_in_epoch_2", "_dropped", "_marked", "_one")]
-        assert ragged == [2, 0, 1, 1, 2] and (of["modes"], of["modes_later"]) == (3, 0)
-        assert [of[f"lr_{name}"] for name in ("float", "tensor", "constant")] == [2, 1, 1]
-        if "gain_chain" not in of:
-            continue  # made without a compiler
-        assert of["cold_s"] > of["warm_s"]
-        assert of["gain_chain"] > 1.5 and of["gain_chain"] > of["gain_mlp"]
-        assert of["gain_returned"] > 1.5 * of["gain_logged"] and of["naive_gain"] < of["gain_chain"]
-        for name in ("chain", "cnn", "mlp", "late"):
-            assert of[f"session_{name}"] < of[f"gain_{name}"]
-            assert (of[f"payback_{name}"] == given["horizon"]) >= (of[f"gain_{name}"] <= 1)
-        assert of["payback_chain"] < of["payback_mlp"]
-        assert of["call_ragged_s"] > 10 * max(of["call_full_s"], of["call_ragged_again_s"])
+def test_the_numbers_of_lab_07_tell_one_story():
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("07_")]
+    given = Book("07", path).parameters
+    batch, width, depth = given["batch_size"], given["width"], 36
+    tensor, norm, gradient = 4 * batch * width, 8 * batch, 4 * (width**2 + 3 * width)
+    counts, rest = (2, 4, 6, 9, 12, 18, 36), 40 * batch + 8  # the classifier's probabilities, and two numbers
+    for of in stories_of("07"):
+        assert not [name for name, value in of.items() if name.startswith("differ_") and value]
+        assert of["kept_0"] == depth * (3 * tensor + norm) + rest
+        for n in counts:
+            assert of[f"kept_{n}"] == (n - 1) * tensor + depth // n * (3 * tensor + norm) + rest
+        assert of["kept_off"] == of["panel_off"] == 0
+        # The first segment of the chain has the gradients of all others beside it; with one block a segment it is the
+        # last that has the peak, for all inputs lie there.
+        always = depth * gradient + 8 * (width + 1) * 10 + tensor + 8 * batch + 8
+        front = {n: always + tensor + depth // n * (3 * tensor + norm - gradient) + depth * gradient for n in counts}
+        back = {n: always + n * tensor + depth // n * (3 * tensor + norm) + 40 * batch for n in counts}
+        assert all(of[f"peak_{n}"] == max(front[n], back[n]) for n in counts)
+        assert all((front[n] > back[n]) is (n < 36) for n in counts)
+        assert (of["best_kept"], of["best_peak"], of["best_peak_gradients_there"]) == (12, 18, 12)
+        for name, n in (("two", 2), ("best", 18)):
+            assert of[f"{name}_saved"] == pytest.approx(1 - of[f"peak_{n}"] / of["peak_0"], rel=1e-4)
+            again = (depth - depth // n) * width / ((3 * depth - 1) * width + 30)
+            assert of[f"{name}_more_compute"] == pytest.approx(again, rel=1e-4)
+        assert of["last_of_19"] == 18 and of["kept_19"] == 18 * tensor + 18 * (3 * tensor + norm) + rest
+        assert of["kept_whole"] < 2 * tensor and of["peak_whole"] >= of["peak_0"] - tensor
+        assert of["lone_saved"] == of["small_saved"] == 0 and of["small_saved_squared"] == tensor
+        assert of["loss_off_preserved"] == of["gradient_off_preserved"] == of["loss_off_drawn_anew"] == 0
+        assert of["gradient_off_drawn_anew"] > 0.5
+        lost = [of[f"lost_{name}"] for name in ("reentrant", "flag_left_out", "not_reentrant")]
+        assert lost == [2, 2, 0] and of["warnings_flag_left_out"] == 1 + of["warnings_reentrant"]
+        assert (of["norm_updates"], of["norm_moved"]) == (2, 1.9)
+        assert of["norm_noise"] == pytest.approx(2**0.5, rel=0.15)
+        assert of["norm_off"] > 0.01 and of["norm_off_half_momentum"] == of["norm_off_frozen"] == 0
+        kept = [of[f"kept_{name}"] // tensor for name in ("each_block", "selective", "0")]
+        assert kept == [depth, 2 * depth, 3 * depth]
+        assert of["deep_segments_batch"] > of["deep_plain_batch"] and of["wide_segments_batch"] > of["wide_plain_batch"]
+        assert of["deep_thrift"] < of["deep_small"] < 1
 
-
-SETTINGS = {"default": AUTOMATIC, "false": STATIC, "true_wider": DYNAMIC, "marked": MARKED}
 
 def test_the_numbers_of_lab_08_tell_one_story():
     for of in stories_of("08"):
@@ -277,44 +282,42 @@ def test_the_numbers_of_lab_08_tell_one_story():
         assert of["early_steps"] == pytest.approx(steps[2] / steps[0], rel=1e-5)
         assert of["late_steps"] == pytest.approx(steps[4] / steps[2], rel=1e-5) and of["early_steps"] < of["late_steps"]
         assert 4 < of["critical_batch"] < 64
-def test_the_numbers_of_lab_07_tell_one_story():
-    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("07_")]
-    given = Book("07", path).parameters
-    batch, width, depth = given["batch_size"], given["width"], 36
-    tensor, norm, gradient = 4 * batch * width, 8 * batch, 4 * (width**2 + 3 * width)
-    counts, rest = (2, 4, 6, 9, 12, 18, 36), 40 * batch + 8  # the classifier's probabilities, and two numbers
-    for of in stories_of("07"):
-        assert not [name for name, value in of.items() if name.startswith("differ_") and value]
-        assert of["kept_0"] == depth * (3 * tensor + norm) + rest
-        for n in counts:
-            assert of[f"kept_{n}"] == (n - 1) * tensor + depth // n * (3 * tensor + norm) + rest
-        assert of["kept_off"] == of["panel_off"] == 0
-        # The first segment of the chain has the gradients of all others beside it; with one block a segment it is the
-        # last that has the peak, for all inputs lie there.
-        always = depth * gradient + 8 * (width + 1) * 10 + tensor + 8 * batch + 8
-        front = {n: always + tensor + depth // n * (3 * tensor + norm - gradient) + depth * gradient for n in counts}
-        back = {n: always + n * tensor + depth // n * (3 * tensor + norm) + 40 * batch for n in counts}
-        assert all(of[f"peak_{n}"] == max(front[n], back[n]) for n in counts)
-        assert all((front[n] > back[n]) is (n < 36) for n in counts)
-        assert (of["best_kept"], of["best_peak"], of["best_peak_gradients_there"]) == (12, 18, 12)
-        for name, n in (("two", 2), ("best", 18)):
-            assert of[f"{name}_saved"] == pytest.approx(1 - of[f"peak_{n}"] / of["peak_0"], rel=1e-4)
-            again = (depth - depth // n) * width / ((3 * depth - 1) * width + 30)
-            assert of[f"{name}_more_compute"] == pytest.approx(again, rel=1e-4)
-        assert of["last_of_19"] == 18 and of["kept_19"] == 18 * tensor + 18 * (3 * tensor + norm) + rest
-        assert of["kept_whole"] < 2 * tensor and of["peak_whole"] >= of["peak_0"] - tensor
-        assert of["lone_saved"] == of["small_saved"] == 0 and of["small_saved_squared"] == tensor
-        assert of["loss_off_preserved"] == of["gradient_off_preserved"] == of["loss_off_drawn_anew"] == 0
-        assert of["gradient_off_drawn_anew"] > 0.5
-        lost = [of[f"lost_{name}"] for name in ("reentrant", "flag_left_out", "not_reentrant")]
-        assert lost == [2, 2, 0] and of["warnings_flag_left_out"] == 1 + of["warnings_reentrant"]
-        assert (of["norm_updates"], of["norm_moved"]) == (2, 1.9)
-        assert of["norm_noise"] == pytest.approx(2**0.5, rel=0.15)
-        assert of["norm_off"] > 0.01 and of["norm_off_half_momentum"] == of["norm_off_frozen"] == 0
-        kept = [of[f"kept_{name}"] // tensor for name in ("each_block", "selective", "0")]
-        assert kept == [depth, 2 * depth, 3 * depth]
-        assert of["deep_segments_batch"] > of["deep_plain_batch"] and of["wide_segments_batch"] > of["wide_plain_batch"]
-        assert of["deep_thrift"] < of["deep_small"] < 1
+
+
+def test_the_numbers_of_lab_09_tell_one_story():
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("09_")]
+    given = Book("09", path).parameters
+    for of in stories_of("09"):
+        assert (of["chain_graphs"], of["chain_operations"], of["chain_runs"]) == (1, 40, 3)
+        assert of["raises_without_compiler"] == 1
+        assert of["chain_outside"] == of["cnn_outside"] == of["returned_outside"] == 0
+        assert max(of["cnn_error_eager"], of["cnn_error_compiled"]) < of["cnn_allowed"]
+        functions = ("clean", "with_item", "with_print", "with_if")
+        assert [of[f"graphs_{name}"] for name in functions] == [1, 2, 2, 2]
+        assert [of[f"breaks_{name}"] for name in functions] == [0, 1, 1, 1]
+        assert [of[f"refused_{name}"] for name in functions] == [0, 0, 1, 1]
+        assert (of["graphs_logged"], of["graphs_returned"]) == (0, 1)
+        # The panel's rule, and one compilation more where the first batch is as large as the layer is wide.
+        rule = {name: calls_of((8, 16, 24, 32, 7, 1), setting)[-1].compilations for name, setting in SETTINGS.items()}
+        assert rule == {"default": 3, "false": 6, "true_wider": 2, "marked": 2}
+        assert {name: of[f"compilations_{name}"] for name in rule} == rule and of["compilations_true"] == 3
+        assert (of["limit_graphs"], of["limit_eager"]) == (8, 2)
+        ragged = [of[f"ragged{name}"] for name in ("", "_in_epoch_2", "_dropped", "_marked", "_one")]
+        assert ragged == [2, 0, 1, 1, 2] and (of["modes"], of["modes_later"]) == (3, 0)
+        assert [of[f"lr_{name}"] for name in ("float", "tensor", "constant")] == [2, 1, 1]
+        if "gain_chain" not in of:
+            continue  # made without a compiler
+        assert of["cold_s"] > of["warm_s"]
+        assert of["gain_chain"] > 1.5 and of["gain_chain"] > of["gain_mlp"]
+        assert of["gain_returned"] > 1.5 * of["gain_logged"] and of["naive_gain"] < of["gain_chain"]
+        for name in ("chain", "cnn", "mlp", "late"):
+            assert of[f"session_{name}"] < of[f"gain_{name}"]
+            assert (of[f"payback_{name}"] == given["horizon"]) >= (of[f"gain_{name}"] <= 1)
+        assert of["payback_chain"] < of["payback_mlp"]
+        assert of["call_ragged_s"] > 10 * max(of["call_full_s"], of["call_ragged_again_s"])
+
+
+SETTINGS = {"default": AUTOMATIC, "false": STATIC, "true_wider": DYNAMIC, "marked": MARKED}
 
 
 OPPOSITE = {"above": "below", "below": "above", "cannot tell": "cannot tell"}
