@@ -94,18 +94,30 @@ def test_c36_a_lone_linear_in_a_checkpoint_keeps_what_it_kept_without():
     assert checkpointed[1] == plain[1]  # the random states are all that a checkpoint adds
 
 
-@pytest.mark.parametrize("where", ["first", "second", "each", "both"])
-def test_no_checkpoint_saves_anything_in_a_model_of_two_layers(where):
-    def forward(blocks, x):
-        first, second = nn.Sequential(blocks[0], blocks[1]), blocks[2]
-        if where == "both":
-            return saving(lambda x: second(first(x)), x)
-        x = saving(first, x) if where in ("first", "each") else first(x)
-        return saving(second, x) if where in ("second", "each") else second(x)
+def around(where, blocks, x):
+    """A model of two layers with a checkpoint at one of the places where there can be one."""
+    first, second = nn.Sequential(blocks[0], blocks[1]), blocks[2]
+    if where == "both":
+        return saving(lambda x: second(first(x)), x)
+    x = saving(first, x) if where in ("first", "each") else first(x)
+    return saving(second, x) if where in ("second", "each") else second(x)
 
+
+@pytest.mark.parametrize(
+    ("where", "loss", "saved"),
+    [
+        *((where, "sum", 0) for where in ("first", "second", "each", "both")),
+        *((where, "squares", 0) for where in ("first", "second", "each")),
+        ("both", "squares", 1),  # the peak is in the loss's own backward pass, before anything is computed again
+    ],
+)
+def test_what_a_checkpoint_saves_in_a_model_of_two_layers(where, loss, saved):
+    losses = {"sum": torch.sum, "squares": lambda out: out.square().mean()}
     layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-    plain = peaks_of(layers, WAYS["none"], torch.sum)
-    assert peaks_of(layers, forward, torch.sum)[0] >= plain[0]
+    plain, checkpointed = (
+        peaks_of(layers, forward, losses[loss], held=False)[1] for forward in (WAYS["none"], partial(around, where))
+    )
+    assert plain - checkpointed == pytest.approx(saved, abs=0.01)
 
 
 # C37
