@@ -92,8 +92,8 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {"08/left_at_128": 3, "08/left_at_256": 0, "08/leak_factor": 1.67},
     ],
     "lr-linear": [
-        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1000": 0.94},
-        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1000": 0.1},
+        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1024": 0.94},
+        {"08/accuracy_16": 0.95, "08/accuracy_linear_64": 0.95, "08/accuracy_linear_1024": 0.1},
     ],
     "big-batch-generalisation": [
         {"08/behind_epochs": 0.4, "08/behind_steps": 0.05},
