@@ -4,7 +4,7 @@ from labsupport.show import memory as memory  # with these, `plot` draws ledgers
 from labsupport.show import timings as timings
 from labsupport.show.plots import plot, timeline
 
-__all__ = ["BatchPanel", "Panel", "plot", "timeline"]
+__all__ = ["BatchPanel", "Panel", "PrecisionPanel", "plot", "timeline"]
 
 
 def __getattr__(name: str) -> object:
@@ -17,4 +17,8 @@ def __getattr__(name: str) -> object:
         from labsupport.show.widgets import Panel
 
         return Panel
+    if name == "PrecisionPanel":
+        from labsupport.show.precision_panel import PrecisionPanel
+
+        return PrecisionPanel
     raise AttributeError(f"module 'labsupport.show' has no attribute {name!r}; it offers {', '.join(__all__)}")
