@@ -28,6 +28,11 @@ WRONG = {
         "knee_batch": "16",  # where both parts are equal: half of it
         "micro_batch": "24",  # halved until it fits
     },
+    "06": {
+        "smallest_exponent": "6",  # the smallest number itself, though half of it is where zero begins
+        "skipped_steps": "3",  # those at the start
+        "even_batch": "3000",  # the width of the input
+    },
 }
 
 
