@@ -129,6 +129,42 @@ FLIPS: dict[str, list[dict[str, float]]] = {
         {"09/old_gpu_capability": 6.1, "09/old_gpu_gain": 0},
     ],
 }
+AMP = {"06/mlp_gain": 2, "06/conv_gain": 1.6, "06/tiny_gain": 1.5, "06/casts_gain": 1.2}
+AMP |= {"06/conv_activations": 0.55, "06/wide_activations": 0.6, "06/clip_share": 1}
+STATE = {"06/conv_model_state": 0.5, "06/wide_model_state": 0.6}
+STATE |= {"06/conv_activations": 0.6, "06/wide_activations": 12}
+DIGITS = {"06/plain_fp32": 0.94, "06/plain_bf16": 0.95, "06/plain_fp16": 0.93, "06/seed_spread": 0.011}
+NO_MAGIC = {"06/elementwise_gain": 1, "06/tiny_gain": 0.5, "06/casts_gain": 0.3, "06/starved_gain": 1.05}
+FLIPS |= {
+    "amp-speed": [AMP, AMP | {"06/tiny_gain": 0.6}],
+    "amp-low-risk": [AMP, AMP | {"06/wide_activations": 12}],
+    "amp-memory": [STATE, STATE | {"06/conv_model_state": 1, "06/wide_model_state": 1}],
+    "amp-convergence": [DIGITS, DIGITS | {"06/plain_fp16": 0.9}],
+    "scaler-transparent": [
+        {"06/clip_share": 1, "06/rate_guarded": 0.125, "06/rate_unguarded": 0.125},
+        {"06/clip_share": 1, "06/rate_guarded": 0.125, "06/rate_unguarded": 0.03125},
+    ],
+    "amp-api": [{"06/old_names_deprecated": 0}, {"06/old_names_deprecated": 2}],
+    "bf16-more": [{"06/cuda_bf16_over_fp16": 1.2}, {"06/cuda_bf16_over_fp16": 1}],
+    "amp-not-magic": [NO_MAGIC, NO_MAGIC | {"06/starved_gain": 2}],
+    "fp32-baseline": [
+        {"06/tf32_convolutions": 1, "06/cuda_tf32_gain": 1},
+        {"06/tf32_convolutions": 1, "06/cuda_tf32_gain": 3},
+    ],
+    "amp-older-gpus": [{"06/cuda_older_gain": 1.5}, {"06/cuda_older_gain": 3}],
+    "amp-grows-with-model": [
+        {"06/narrow_gain": 0.6, "06/broad_gain": 2.5},
+        {"06/narrow_gain": 0.6, "06/broad_gain": 0.02},
+    ],
+    "autocast-keeps-fp32": [
+        {"06/losses_in_fp32": 4, "06/norms_in_fp32": 4},
+        {"06/losses_in_fp32": 4, "06/norms_in_fp32": 0},
+    ],
+    "fp16-alone": [
+        {"06/plain_fp16_alone": 0.1, "06/tiny_fp16_alone": 0.1},
+        {"06/plain_fp16_alone": 0.94, "06/tiny_fp16_alone": 0.1},
+    ],
+}
 CLAIMS = {claim.id: claim for claim in load_claims()}
 DECIDED = {id_: claim for id_, claim in CLAIMS.items() if claim.holds}
 HEAD = '[sources]\nT = "a tutorial"\n'
