@@ -28,6 +28,11 @@ WRONG = {
         "knee_batch": "16",  # where both parts are equal: half of it
         "micro_batch": "24",  # halved until it fits
     },
+    "06": {
+        "smallest_exponent": "6",  # the smallest number itself, though half of it is where zero begins
+        "skipped_steps": "3",  # those at the start
+        "even_batch": "3000",  # the width of the input
+    },
     "07": {
         "best_segments": "8",  # near the root of the depth
         "work_factor": "4 / 3",  # as if the last segment ran again too
@@ -42,10 +47,6 @@ WRONG = {
         "break_even": "12 / 42e-3",  # as if a compiled step had cost nothing before
         "reported": "10e-3 / 5e-3",  # what it will be, not what was timed
         "graphs": "9",  # three an epoch
-    "06": {
-        "smallest_exponent": "6",  # the smallest number itself, though half of it is where zero begins
-        "skipped_steps": "3",  # those at the start
-        "even_batch": "3000",  # the width of the input
     },
 }
 
