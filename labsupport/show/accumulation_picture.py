@@ -1,10 +1,9 @@
 """The picture of the accumulation panel: an epoch's micro-batches in their windows, and what their samples weigh."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labsupport.show.batch_picture import BLUE, GREEN, GREY, RED, TEXT, _line, _rect, _text
+from labsupport.show.svg import BLUE, GREEN, GREY, RED, TEXT, line, rect, svg, text
 from labsupport.train.accumulation import Epoch
 
 WIDTH, HEIGHT = 760, 306
@@ -67,16 +66,11 @@ def picture(epoch: Epoch, title: str) -> str:
     body, at = _axis(highest), float(LEFT + 8)
     for index, group in enumerate(shown):
         if hidden and index == hidden[0]:
-            body.append(_text(at + 38, BOTTOM + 15, f"... {hidden[1]} more ...", anchor="middle"))
+            body.append(text(at + 38, BOTTOM + 15, f"... {hidden[1]} more ...", anchor="middle"))
             at += 90
         body += _group(group, at, width, highest)
         at += width * len(group.boxes) + GAP
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-        f'font-family="DejaVu Sans, Verdana, sans-serif" style="max-width:100%"><title>{html.escape(title)}</title>'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-        f"{_text(24, 28, title, size=16, weight='bold')}{''.join(body)}{''.join(_legend(boxes))}</svg>"
-    )
+    return svg(WIDTH, HEIGHT, title, [text(24, 28, title, size=16, weight="bold"), *body, *_legend(boxes)])
 
 
 def _chosen(groups: Sequence[Group]) -> tuple[list[Group], tuple[int, int] | None]:
@@ -94,12 +88,12 @@ def _chosen(groups: Sequence[Group]) -> tuple[list[Group], tuple[int, int] | Non
 def _axis(highest: float) -> list[str]:
     fair = _y(1, highest)
     return [
-        _text(24, TOP - 22, "what a sample weighs in its update, over its share in a mean of that update"),
-        _line(LEFT, BOTTOM, RIGHT, BOTTOM, GREY),
-        _line(LEFT, fair, RIGHT, fair, TEXT, dash="5 4"),
-        _text(LEFT - 6, fair + 4, "1x", anchor="end"),
-        _text(LEFT - 6, BOTTOM + 4, "0", anchor="end"),
-        *([_text(LEFT - 6, TOP + 4, f"{highest:.2g}x", anchor="end")] if fair - TOP > 24 else []),
+        text(24, TOP - 22, "what a sample weighs in its update, over its share in a mean of that update"),
+        line(LEFT, BOTTOM, RIGHT, BOTTOM, GREY),
+        line(LEFT, fair, RIGHT, fair, TEXT, dash="5 4"),
+        text(LEFT - 6, fair + 4, "1x", anchor="end"),
+        text(LEFT - 6, BOTTOM + 4, "0", anchor="end"),
+        *([text(LEFT - 6, TOP + 4, f"{highest:.2g}x", anchor="end")] if fair - TOP > 24 else []),
     ]
 
 
@@ -112,33 +106,33 @@ def _group(group: Group, at: float, width: float, highest: float) -> list[str]:
     for index, box in enumerate(group.boxes):
         x, color, top = at + index * width, KINDS[box.kind][0], _y(box.share, highest)
         thick = width - min(2.0, width / 4)
-        out.append(_rect(x, top, thick, BOTTOM - top, color))
+        out.append(rect(x, top, thick, BOTTOM - top, color))
         fill, stroke = (PALE, GREEN) if box.carried else ("white", color)
-        out.append(_rect(x, BOTTOM + 2, thick, BOX, fill, stroke=stroke))
+        out.append(rect(x, BOTTOM + 2, thick, BOX, fill, stroke=stroke))
         if width > 25:
-            out.append(_text(x + thick / 2, BOTTOM + 18, str(box.size), size=10, anchor="middle"))
+            out.append(text(x + thick / 2, BOTTOM + 18, str(box.size), size=10, anchor="middle"))
     end = at + width * len(group.boxes)
-    out.append(_line(at, BOTTOM + BOX + 8, end - 2, BOTTOM + BOX + 8, GREY, width=2))
+    out.append(line(at, BOTTOM + BOX + 8, end - 2, BOTTOM + BOX + 8, GREY, width=2))
     middle, low = (at + end) / 2, BOTTOM + BOX + 12
     if group.steps:
         out.append(f'<path d="M{end - 2:.1f} {low} l-5 11 h10 z" fill="{TEXT}" class="step"/>')
     elif group.boxes[0].kind == "next":
         out.append(f'<path d="M{end + 2:.1f} {BOTTOM + 7} l12 6 l-12 6 z" fill="{GREEN}" class="leak"/>')
     else:
-        out.append(_text(middle, low + 11, "no step", anchor="middle", fill=RED))
+        out.append(text(middle, low + 11, "no step", anchor="middle", fill=RED))
     return out
 
 
 def _legend(boxes: Sequence[Box]) -> list[str]:
     row, place = HEIGHT - 18, 24.0
-    out = [f'<path d="M{place + 6} {row - 11} l-5 11 h10 z" fill="{TEXT}"/>', _text(place + 18, row, "optimizer step")]
+    out = [f'<path d="M{place + 6} {row - 11} l-5 11 h10 z" fill="{TEXT}"/>', text(place + 18, row, "optimizer step")]
     place += 132
     for kind, (color, label) in KINDS.items():
         if any(box.kind == kind for box in boxes):
-            out.append(_rect(place, row - 11, 14, 13, color))
-            out.append(_text(place + 19, row, label))
+            out.append(rect(place, row - 11, 14, 13, color))
+            out.append(text(place + 19, row, label))
             place += 36 + 6.6 * len(label)
     if any(box.carried for box in boxes):
-        out.append(_rect(place, row - 11, 14, 13, PALE, stroke=GREEN))
-        out.append(_text(place + 19, row, "of the epoch before"))
+        out.append(rect(place, row - 11, 14, 13, PALE, stroke=GREEN))
+        out.append(text(place + 19, row, "of the epoch before"))
     return out

@@ -1,11 +1,10 @@
 """The picture of the checkpoint panel: the chain after the forward pass and at the peak; bytes and time by segments."""
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from labsupport.show.batch_picture import BLUE, GREEN, GREY, RED, TEXT, _line, _rect, _text
+from labsupport.show.svg import BLUE, GREEN, GREY, RED, TEXT, line, pattern, rect, svg, text
 from labsupport.units import format_bytes
 
 WIDTH, HEIGHT = 760, 430
@@ -75,19 +74,12 @@ def picture(shown: Shown) -> str:
     title = shown.problem or (
         f"{shown.title}: {format_bytes(shown.saved)} kept, {format_bytes(shown.peak)} at the peak"
     )
-    body = [_text(LEFT, 28, title, size=16, weight="bold", fill=RED if shown.problem else TEXT)]
+    body = [text(LEFT, 28, title, size=16, weight="bold", fill=RED if shown.problem else TEXT)]
     if not shown.problem:
         body += _chain(shown)
     body += _bytes(shown) + _times(shown)
-    again = (
-        f'<pattern id="again" width="7" height="7" patternUnits="userSpaceOnUse"><rect width="7" height="7" '
-        f'fill="#fdd0a2"/><path d="M0 7 L7 0" stroke="{RED}" stroke-width="1.4" fill="none"/></pattern>'
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-        f'font-family="DejaVu Sans, Verdana, sans-serif" style="max-width:100%"><title>{html.escape(title)}</title>'
-        f'<defs>{again}</defs><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{"".join(body)}</svg>'
-    )
+    again = pattern("again", "//", stroke=RED, ground="#fdd0a2")
+    return svg(WIDTH, HEIGHT, title, [f"<defs>{again}</defs>", *body])
 
 
 def _chain(shown: Shown) -> list[str]:
@@ -101,19 +93,19 @@ def _chain(shown: Shown) -> list[str]:
     inputs = {"after the forward pass": last, "at the peak": shown.worst}
     step, out = (RIGHT - LEFT) / shown.depth, []
     for label, top in ROWS.items():
-        out.append(_text(LEFT, top - 6, label))
+        out.append(text(LEFT, top - 6, label))
         start = 0
         for index, count in enumerate(shown.blocks):
             fill = FILLS.get(states[label].get(index, ""), "white")
             for block in range(start, start + count):
-                out.append(_rect(LEFT + block * step, top, step, ROW_HEIGHT, fill, stroke="#bbbbbb"))
+                out.append(rect(LEFT + block * step, top, step, ROW_HEIGHT, fill, stroke="#bbbbbb"))
             if 0 < index <= inputs[label]:
-                out.append(_rect(LEFT + start * step - 3, top - 4, 6, ROW_HEIGHT + 8, BLUE))
+                out.append(rect(LEFT + start * step - 3, top - 4, 6, ROW_HEIGHT + 8, BLUE))
             start += count
     place = float(LEFT)
     for name, fill in {KEPT: BLUE, **FILLS}.items():
-        out.append(_rect(place, 165, 14, 13, fill, stroke=GREY))
-        out.append(_text(place + 19, 176, name))
+        out.append(rect(place, 165, 14, 13, fill, stroke=GREY))
+        out.append(text(place + 19, 176, name))
         place += 42 + 7.3 * len(name)
     return out
 
@@ -124,13 +116,13 @@ def _bytes(shown: Shown) -> list[str]:
     high = max(values) * 1.06
     step = next(mib << 20 for mib in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**6) if high <= 5 * (mib << 20))
     out, x, y = _axes(shown, *BYTES, (0, high, step), lambda value: f"{value / (1 << 20):.0f} MiB")
-    out.append(_text(LEFT, TOP - 14, "kept after the forward pass, and live at the peak"))
+    out.append(text(LEFT, TOP - 14, "kept after the forward pass, and live at the peak"))
     least, lowest = shown.best
     out += _curve(shown, 0, BLUE, x, y) + _curve(shown, 1, RED, x, y)
     for which, color, best, beside in ((0, BLUE, least, 20), (1, RED, lowest, -12)):
         place, at = x(best), y(shown.curves[best][which])
         out.append(f'<circle cx="{place:.1f}" cy="{at:.1f}" r="7" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        out.append(_text(place, at + beside, f"least: {best}", anchor="middle", fill=color))
+        out.append(text(place, at + beside, f"least: {best}", anchor="middle", fill=color))
     return out
 
 
@@ -140,7 +132,7 @@ def _times(shown: Shown) -> list[str]:
     low, high = math.floor(10 * min(values) + 1e-9) / 10, max(1.4, *values) + 0.02
     step = next(each for each in (0.1, 0.2, 0.5, 1, 5, 1000) if high - low <= 5 * each)
     out, x, y = _axes(shown, *TIMES, (low, high, step), lambda value: f"{value:.1f}x")
-    out.append(_text(TIMES[0] - 52, TOP - 14, "products (line), measured time (dots)"))
+    out.append(text(TIMES[0] - 52, TOP - 14, "products (line), measured time (dots)"))
     return out + _curve(shown, 2, GREEN, x, y)
 
 
@@ -160,16 +152,16 @@ def _axes(
     def y(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
 
-    out = [_line(left, BOTTOM, right, BOTTOM, GREY)]
+    out = [line(left, BOTTOM, right, BOTTOM, GREY)]
     for index in range(int((high - low) / step) + 1):
         value = low + index * step
-        out.append(_line(left, y(value), right, y(value), "#e4e4e4", width=1))
-        out.append(_text(left - 6, y(value) + 4, label(value), size=10, anchor="end"))
+        out.append(line(left, y(value), right, y(value), "#e4e4e4", width=1))
+        out.append(text(left - 6, y(value) + 4, label(value), size=10, anchor="end"))
     for tick in [each for each in (1, 2, 4, 8, 16, 32) if each <= most]:
-        out.append(_text(x(tick), BOTTOM + 16, str(tick) if tick > 1 else "none", size=10, anchor="middle"))
-    out.append(_text((left + right) / 2, BOTTOM + 36, "segments", anchor="middle"))
+        out.append(text(x(tick), BOTTOM + 16, str(tick) if tick > 1 else "none", size=10, anchor="middle"))
+    out.append(text((left + right) / 2, BOTTOM + 36, "segments", anchor="middle"))
     if not shown.problem:
-        out.append(_line(x(shown.segments), TOP, x(shown.segments), BOTTOM, TEXT, width=1.5, dash="4 4"))
+        out.append(line(x(shown.segments), TOP, x(shown.segments), BOTTOM, TEXT, width=1.5, dash="4 4"))
     return out, x, y
 
 

@@ -1,9 +1,9 @@
 """The compile panel: a sequence of batch sizes, and which of the calls compile, reuse a graph, or run eager."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from labsupport.show.svg import BLUE, GREY, TEXT, pattern, rect, svg, text
 from labsupport.show.widgets import Panel, Values, choice, slider
 
 SEQUENCES = {
@@ -21,11 +21,10 @@ COMPILED, REUSED, EAGER = "compiled", "reused", "eager, past the limit"
 WIDTH, HEIGHT, LEFT = 760, 250, 24
 # What a call is: its colour, the ink of the size on it, and lines that say the same without colour.
 STYLES = {
-    COMPILED: ("#E69F00", "#222222", "M0 8 L8 0"),
-    REUSED: ("#0072B2", "#ffffff", ""),
-    EAGER: ("#cccccc", "#222222", "M0 0 L8 8"),
+    COMPILED: ("#E69F00", TEXT, "//"),
+    REUSED: (BLUE, "#ffffff", ""),
+    EAGER: ("#cccccc", TEXT, "\\\\"),
 }
-TEXT, GREY = "#222222", "#888888"
 
 
 @dataclass(frozen=True)
@@ -119,41 +118,32 @@ def _count(number: int, noun: str) -> str:
 def picture(calls: Sequence[Call], title: str) -> str:
     """The calls in order as boxes with their sizes, and below them the compilations so far; an SVG on white."""
     pitch = (WIDTH - 2 * LEFT) / len(calls)
-    body = [_patterns(), _text(LEFT, 28, title, size=16, weight="bold")]
-    body.append(_text(LEFT, 58, "calls in order, each with its batch size"))
+    body = [_patterns(), text(LEFT, 28, title, size=16, weight="bold")]
+    body.append(text(LEFT, 58, "calls in order, each with its batch size", size=13))
     for index, call in enumerate(calls):
-        x, (color, ink, dashes) = LEFT + index * pitch, STYLES[call.kind]
+        x, (color, ink, hatch) = LEFT + index * pitch, STYLES[call.kind]
         body.append(_box(x, 68, pitch - 6, 62, color))
-        if dashes:
+        if hatch:
             body.append(_box(x, 68, pitch - 6, 62, f"url(#c-{_id(call.kind)})"))
         halo = "none" if call.kind == REUSED else color
         center = x + (pitch - 6) / 2
-        body.append(_text(center, 105, str(call.size), size=17, anchor="middle", fill=ink, halo=halo, weight="bold"))
-        body.append(_text(center, 178, str(call.compilations), size=15, anchor="middle"))
-    body.append(_text(LEFT, 154, "compilations so far"))
+        body.append(text(center, 105, str(call.size), size=17, anchor="middle", fill=ink, halo=halo, weight="bold"))
+        body.append(text(center, 178, str(call.compilations), size=15, anchor="middle"))
+    body.append(text(LEFT, 154, "compilations so far", size=13))
     place = float(LEFT)
-    for kind, (color, _, dashes) in STYLES.items():
+    for kind, (color, _, hatch) in STYLES.items():
         body.append(_box(place, 206, 16, 16, color))
-        if dashes:
+        if hatch:
             body.append(_box(place, 206, 16, 16, f"url(#c-{_id(kind)})"))
         count = sum(call.kind == kind for call in calls)
-        body.append(_text(place + 23, 219, f"{kind}: {count}"))
+        body.append(text(place + 23, 219, f"{kind}: {count}", size=13))
         place += 64 + 7.5 * len(kind)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-        f'font-family="DejaVu Sans, Verdana, sans-serif" style="max-width:100%"><title>{html.escape(title)}</title>'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{"".join(body)}</svg>'
-    )
+    return svg(WIDTH, HEIGHT, title, body)
 
 
 def _patterns() -> str:
-    made = "".join(
-        f'<pattern id="c-{_id(kind)}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<path d="{path}" stroke="white" stroke-width="1.6" fill="none"/></pattern>'
-        for kind, (_, _, path) in STYLES.items()
-        if path
-    )
-    return f"<defs>{made}</defs>"
+    made = (pattern(f"c-{_id(kind)}", hatch, width=1.6) for kind, (_, _, hatch) in STYLES.items() if hatch)
+    return f"<defs>{''.join(made)}</defs>"
 
 
 def _id(kind: str) -> str:
@@ -161,24 +151,4 @@ def _id(kind: str) -> str:
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" fill="{fill}" '
-        f'stroke="{GREY}" stroke-width="0.8"/>'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int = 13,
-    anchor: str = "start",
-    fill: str = TEXT,
-    halo: str = "white",
-    weight: str = "normal",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
-        f'font-weight="{weight}" stroke="{halo}" stroke-width="4" paint-order="stroke">{html.escape(text)}</text>'
-    )
+    return rect(x, y, width, height, fill, stroke=GREY, radius=3)

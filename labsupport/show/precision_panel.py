@@ -1,6 +1,5 @@
 """The precision panel: gradients against the range of a format, and what a loss scale does about it."""
 
-import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 from labsupport.measure.storages import tensors_in
-from labsupport.show.batch_picture import BLUE, GREY, RED, TEXT, _line, _rect, _text
+from labsupport.show.svg import BLUE, GREY, RED, TEXT, line, pattern, rect, svg, text
 from labsupport.show.widgets import Panel, Values, choice, slider
 
 
@@ -170,13 +169,9 @@ def picture(fates: Fates) -> str:
     """An SVG on a white ground, for light and dark pages."""
     title = f"{fates.format.name}, loss scale 2^{int(math.log2(fates.scale))}: {title_of(fates)}"
     ink = TEXT if not fates.counts["overflow"] and fates.share("zero") <= 0.001 else RED
-    body = [_patterns(), _text(26, 28, title, size=15, weight="bold", fill=ink)]
+    body = [_patterns(), text(26, 28, title, size=15, weight="bold", fill=ink)]
     body += _zones(fates.format, TOP, BOTTOM, 0.16) + _bars(fates) + _axis() + _strips(fates.format) + _legend(fates)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-        f'font-family="DejaVu Sans, Verdana, sans-serif" style="max-width:100%"><title>{html.escape(title)}</title>'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{"".join(body)}</svg>'
-    )
+    return svg(WIDTH, HEIGHT, title, body)
 
 
 def _x(power: float) -> float:
@@ -190,7 +185,7 @@ def _zones(form: Format, top: float, bottom: float, opacity: float) -> list[str]
     for fate, low, high in zip(FATES, ends, ends[1:], strict=False):
         if _x(high) > _x(low):
             width = _x(high) - _x(low)
-            out.append(_rect(_x(low), top, width, bottom - top, FATES[fate][0], opacity=opacity))
+            out.append(rect(_x(low), top, width, bottom - top, FATES[fate][0], opacity=opacity))
     return out
 
 
@@ -205,18 +200,18 @@ def _bars(fates: Fates) -> list[str]:
         for power, count in fates.bins[fate].items():
             foot = floor.get(power, BOTTOM)
             place, width, high = _x(power) + 0.5, _x(power + 1) - _x(power) - 1, max(count * unit, 1)
-            out.append(_rect(place, foot - high, width, high, color))
+            out.append(rect(place, foot - high, width, high, color))
             if hatch:
-                out.append(_rect(place, foot - high, width, high, f"url(#p-{fate})"))
+                out.append(rect(place, foot - high, width, high, f"url(#p-{fate})"))
             floor[power] = foot - high
     return out
 
 
 def _axis() -> list[str]:
-    out = [_line(LEFT, BOTTOM, RIGHT, BOTTOM, GREY), _text(LEFT - 40, TOP - 10, "gradients, scaled, by magnitude")]
+    out = [line(LEFT, BOTTOM, RIGHT, BOTTOM, GREY), text(LEFT - 40, TOP - 10, "gradients, scaled, by magnitude")]
     for power in range(LOWEST, HIGHEST + 1, 8):
-        out.append(_line(_x(power), BOTTOM, _x(power), BOTTOM + 5, GREY))
-        out.append(_text(_x(power), BOTTOM + 18, f"2^{power}", anchor="middle", size=11))
+        out.append(line(_x(power), BOTTOM, _x(power), BOTTOM + 5, GREY))
+        out.append(text(_x(power), BOTTOM + 18, f"2^{power}", anchor="middle", size=11))
     return out
 
 
@@ -226,10 +221,10 @@ def _strips(chosen: Format) -> list[str]:
     for row, form in enumerate(FORMATS.values()):
         top, here = BOTTOM + 30 + 21 * row, form is chosen
         out += _zones(form, top, top + 14, 0.8 if here else 0.3)
-        out.append(_text(LEFT - 8, top + 12, form.name, anchor="end", weight="bold" if here else "normal"))
+        out.append(text(LEFT - 8, top + 12, form.name, anchor="end", weight="bold" if here else "normal"))
         if _x(form.lowest) == LEFT:
-            out.append(_text(LEFT + 6, top + 12, f"on to 2^{form.least}", size=11))
-            out.append(_text(RIGHT - 6, top + 12, f"on to 2^{form.highest + 1}", anchor="end", size=11))
+            out.append(text(LEFT + 6, top + 12, f"on to 2^{form.least}", size=11))
+            out.append(text(RIGHT - 6, top + 12, f"on to 2^{form.highest + 1}", anchor="end", size=11))
     return out
 
 
@@ -237,19 +232,13 @@ def _legend(fates: Fates) -> list[str]:
     out, place = [], 26.0
     for fate, (color, label, hatch) in FATES.items():
         said = f"{label.split(':')[0]} {_share(fates, fate)}"
-        out.append(_rect(place, HEIGHT - 27, 14, 13, color))
+        out.append(rect(place, HEIGHT - 27, 14, 13, color))
         if hatch:
-            out.append(_rect(place, HEIGHT - 27, 14, 13, f"url(#p-{fate})"))
-        out.append(_text(place + 19, HEIGHT - 16, said))
+            out.append(rect(place, HEIGHT - 27, 14, 13, f"url(#p-{fate})"))
+        out.append(text(place + 19, HEIGHT - 16, said))
         place += 36 + 7.4 * len(said)
     return out
 
 
 def _patterns() -> str:
-    paths = {"//": "M0 7 L7 0", "\\\\": "M0 0 L7 7", "xx": "M0 7 L7 0 M0 0 L7 7"}
-    return "".join(
-        f'<pattern id="p-{fate}" width="7" height="7" patternUnits="userSpaceOnUse">'
-        f'<path d="{paths[hatch]}" stroke="white" stroke-width="1.3" fill="none"/></pattern>'
-        for fate, (_, _, hatch) in FATES.items()
-        if hatch
-    )
+    return "".join(pattern(f"p-{fate}", hatch) for fate, (_, _, hatch) in FATES.items() if hatch)
