@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from labsupport.measure.storages import source_line
+from labsupport.measure.storages import OURS, source_line
 
 RESUMED = "torch_dynamo_resume_in_"  # how dynamo names the code behind a graph break
 
@@ -29,7 +29,7 @@ class Compilations:
             self.count += 1
             if each.recompile_reason:
                 self.again.append((call, f"{each.co_name}: {each.recompile_reason.splitlines()[0]}"))
-            elif each.co_name.startswith(RESUMED):
+            elif each.co_name.startswith(RESUMED) and not each.co_filename.startswith(OURS):
                 self.breaks.append(source_line(each.co_filename, each.co_firstlineno))
 
 

@@ -78,9 +78,11 @@ class Spans:
 
 def read_graph(
     outputs: Sequence[Any], autocasts: Spans, checkpoints: Spans, scaled: Collection[int]
-) -> tuple[Graph, list[torch.Tensor]]:
-    """The graph behind tensors (or edges), and its leaves. `scaled`: nodes that multiply by a GradScaler's scale."""
+) -> tuple[Graph, list[torch.Tensor], list[Any]]:
+    """The graph behind tensors (or edges), its leaves, and the nodes of its ends: its roots, and the oldest one.
+    `scaled`: nodes that multiply by a GradScaler's scale."""
     graph, leaves = Graph(), []
+    oldest: Any = None
     roots = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
     leaves += [each for each in outputs if isinstance(each, torch.Tensor) and each.is_leaf]
     if len(roots) == 1 and roots[0] is not None and getattr(outputs[0], "numel", lambda: 0)() == 1:
@@ -90,6 +92,7 @@ def read_graph(
             leaves.append(node.variable)
             continue
         sequence, name = node._sequence_nr(), node.name()
+        oldest = node if oldest is None or sequence < oldest._sequence_nr() else oldest
         region, results = autocasts.at(sequence), node._input_metadata
         graph.sequences.add(sequence)
         graph.names[name] += 1
@@ -104,7 +107,7 @@ def read_graph(
             graph.checkpoints.add(inside)
         else:
             graph.outside_bytes += sum(prod(each.shape) * each.dtype.itemsize for each in results)
-    return graph, leaves
+    return graph, leaves, [*roots, oldest]
 
 
 def _nodes(roots: Sequence[Any]) -> Iterator[Any]:

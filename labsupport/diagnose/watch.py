@@ -47,7 +47,7 @@ class Watch:
         self._names: dict[int, str] = {}
         self._scaled: dict[int, float] = {}
         self._open: dict[str, tuple[Step, int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-        self._roots: list[weakref.ref[Any]] = []
+        self._graphs: list[weakref.ref[Any]] = []
         self._retained: list[Backward] = []
         self._scheduling = self._last_start = 0
         self._skipped: dict[Any, bool] = {}
@@ -91,7 +91,7 @@ class Watch:
     def _begin_backward(
         self, outputs: Any, seeds: Any, retain: bool, create: bool, *_: Any, accumulate_grad: bool = False, **__: Any
     ) -> Backward | None:
-        graph, leaves = read_graph(outputs, self._autocasts, self._checkpoints, self._scaled)
+        graph, leaves, ends = read_graph(outputs, self._autocasts, self._checkpoints, self._scaled)
         for each in self._retained[-16:]:
             each.reused = each.reused or not each.graph.sequences.isdisjoint(graph.sequences)
         if not accumulate_grad:  # torch.autograd.grad
@@ -104,10 +104,10 @@ class Watch:
         scale = next((self._scaled[each] for each in graph.sequences & set(self._scaled)), 1.0)
         old = sum(each < self._last_start for each in graph.sequences)
         self._last_start = torch.autograd._get_sequence_nr()
-        root: Any = getattr(outputs[0], "grad_fn", None)
-        if hasattr(root, "metadata"):
-            root.metadata["labsupport.audit"] = token = _Token()  # lives as long as the loss's graph does
-            self._roots.append(weakref.ref(token))
+        token = _Token()  # lives as long as the loss, or what it was made from, keeps its graph
+        self._graphs.append(weakref.ref(token))
+        for node in ends:
+            getattr(node, "metadata", {})["labsupport.audit"] = token
         source = source_line(*innermost_line(self._skipped)[0])
         return Backward(self.backwards, self.call, _line(), source, graph, scale, bool(retain) and not create, old)
 
@@ -191,7 +191,7 @@ class Watch:
         return step
 
     def _finish(self, step: Step) -> None:
-        step.alive = sum(root() is not None for root in self._roots)
+        step.alive = sum(graph() is not None for graph in self._graphs)
         self.compilations.see(self.call)
         self.events.append(step)
 

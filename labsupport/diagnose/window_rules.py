@@ -3,6 +3,8 @@
 Each rule gives the evidence of what it has found, or None where it could not look.
 """
 
+import math
+
 from labsupport.diagnose.events import Backward, Scheduled, Step
 from labsupport.diagnose.seen import Seen, passes
 
@@ -63,7 +65,8 @@ def _too_early(seen: Seen, name: str) -> bool:
 
 
 def clipped_while_scaled(seen: Seen) -> Evidence:
-    wrong = [each for each in seen.clipped if each.limit < each.scale]  # a limit times the scale is meant
+    # Who multiplies the limit by the scale clips well. Between a usual limit, and that times the scale, is its root.
+    wrong = [each for each in seen.clipped if each.limit < math.sqrt(each.scale)]
     return [
         f"{len(wrong)} times: in call {each.call} {each.function} clipped gradients to {each.limit:g} that were scaled "
         f"by {each.scale:g}, so in truth to {each.limit / each.scale:.3g}"
@@ -105,8 +108,8 @@ def scheduled_in_window(seen: Seen) -> Evidence:
 def scheduled_at_skipped(seen: Seen) -> Evidence:
     found = []
     for name in seen.by_optimizer:
-        events = [each for each in seen.events if isinstance(each, Step | Scheduled) and each.optimizer == name]
-        pairs = list(zip(events, events[1:], strict=False))
+        events = [each for each in seen.events if isinstance(each, Backward) or getattr(each, "optimizer", "") == name]
+        pairs = zip(events, events[1:], strict=False)
         steps = [(each, isinstance(after, Scheduled)) for each, after in pairs if isinstance(each, Step)]
         skipped = [each for each, _ in steps if each.skipped]
         # After each step: a scheduler that moves once an epoch may meet a skipped one by chance.

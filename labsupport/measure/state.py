@@ -30,7 +30,7 @@ def found_in(step: Callable[..., Any]) -> list[Any]:
         named += parts
         read += [part for part in _once(parts) if _module_of(part) == home and not any(part is old for old in read)]
     inner = [part for each in _once(named) for part in _inside(each)]
-    return [each for each in _once([*named, *inner]) if not inspect.isclass(each) and _has_state(each)]
+    return [each for each in _once([*named, *inner]) if not inspect.isclass(each) and _gives_state(each)]
 
 
 def _module_of(thing: Any) -> str | None:
@@ -92,6 +92,17 @@ def _reach(things: Iterable[Any]) -> set[int]:
 
 def _has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _gives_state(thing: Any) -> bool:
+    """Some only pass on the state of what they wrap, and that has none: Accelerate's data loaders."""
+    if not _has_state(thing) or isinstance(thing, Keepable):
+        return _has_state(thing)
+    try:
+        thing.state_dict()
+    except Exception:  # whatever it is, there is no state to keep
+        return False
+    return True
 
 
 def _once(things: Iterable[Any]) -> list[Any]:

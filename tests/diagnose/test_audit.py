@@ -1,7 +1,6 @@
 """Each fault planted and named, and nothing else; correct loops accused of nothing; nothing that runs is changed."""
 
-import contextlib
-import copy
+import io
 import random
 import warnings
 from types import SimpleNamespace
@@ -13,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # bound before any audit, as in scripts
 from torch.optim import lr_scheduler
+from torch.optim import optimizer as optimizers
+from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import labsupport
-from labsupport.diagnose import AuditReport, audit
+from labsupport.diagnose import audit
 from labsupport.diagnose.audit import RULES
 
 WINDOW = 4
@@ -809,13 +810,13 @@ def fp16_accumulation():
 @correct
 def clipped_to_a_limit_times_the_scale():
     def order(it, scaler):
-        clip_grad_norm_(it.model.parameters(), 0.1 * max(10.0, scaler.get_scale()))
+        clip_grad_norm_(it.model.parameters(), 0.1 * scaler.get_scale())
         clip_grad_norm_(it.model.parameters(), float("inf"))
         scaler.step(it.optimizer)
         scaler.update()
         it.optimizer.zero_grad()
 
-    return with_scaler(order, scale=4.0)
+    return with_scaler(order)
 
 
 @correct
@@ -1121,3 +1122,244 @@ def a_table_with_rows_that_are_not_used():
         it.optimizer.step()
 
     return step
+
+
+# What an audit leaves alone.
+
+
+def test_each_fault_was_planted():
+    assert {rule.name for rule in RULES} == {name for _, name, _ in PLANTED.values()}
+    assert all(rule.advice for rule in RULES)
+
+
+def state_of(*things):
+    """Everything that a step may change, as bytes."""
+    buffer = io.BytesIO()
+    gradients = [p.grad for each in things if isinstance(each, nn.Module) for p in each.parameters()]
+    torch.save([[each.state_dict() for each in things], gradients, torch.get_rng_state()], buffer)
+    return buffer.getvalue(), random.getstate(), np.random.get_state()[1].tobytes()
+
+
+def everything():
+    """A step with dropout, checkpoints, autocast, a scaler, clipping, accumulation and a schedule."""
+    it = Training(Deep(each_block, blocks=2, dropout=0.3), optimizer=torch.optim.AdamW)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    scheduler = lr_scheduler.CosineAnnealingLR(it.optimizer, 8)
+    losses = []
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = mse(it.model, it.next()) / 2 + 0.01 * random.random() * np.random.rand()
+        scaler.scale(loss).backward()
+        losses.append(loss.item())
+        if it.micro % 2:
+            return
+        scaler.unscale_(it.optimizer)
+        clip_grad_norm_(it.model.parameters(), 0.05)
+        clip_grad_value_(it.model.parameters(), 0.01)
+        before = scaler.get_scale()
+        scaler.step(it.optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+        it.optimizer.zero_grad()
+
+    return step, (it.model, it.optimizer, scaler, scheduler), losses
+
+
+def seeded(run):
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    step, things, losses = everything()
+    run(step)
+    return losses, state_of(*things)
+
+
+def test_the_steps_are_the_same_bit_for_bit():
+    def without(step):
+        for _ in range(12):
+            step()
+
+    assert seeded(without) == seeded(lambda step: audit(step, calls=12, keep=True))
+
+
+def test_afterwards_everything_is_as_it_was():
+    step, things, _ = everything()
+    for _ in range(5):
+        step()
+    before = state_of(*things)
+    report = audit(step, calls=6)
+    assert report.names == () and report.steps == 3
+    assert state_of(*things) == before
+
+
+def patched():
+    """Everything of PyTorch that an audit replaces for its time."""
+    kinds = [lr_scheduler.LRScheduler, *lr_scheduler.LRScheduler.__subclasses__()]
+    cells = [each.__closure__[0].cell_contents for each in (clip_grad_norm_, clip_grad_value_)]
+    autocast = torch.amp.autocast_mode.autocast
+    return [
+        torch.autograd._engine_run_backward,
+        torch.optim.Optimizer.step,
+        torch.optim.Optimizer.zero_grad,
+        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update")),
+        *cells,
+        torch.nn.utils.clip_grad._clip_grads_with_norm_.__closure__[0].cell_contents,
+        *(vars(kind).get("step") for kind in kinds),
+        autocast.__init__,
+        autocast.__enter__,
+        autocast.__exit__,
+        checkpoints._checkpoint_hook,
+        checkpoints._CheckpointFrame.save_inputs,
+        vars(checkpoints.CheckpointFunction).get("apply"),
+        dict(optimizers._global_optimizer_pre_hooks),
+        dict(optimizers._global_optimizer_post_hooks),
+    ]
+
+
+class OurError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("when", ("forward", "backward", "step", "micro"))
+def test_an_error_of_the_step_passes_and_leaves_nothing_behind(when):
+    step, things, _ = everything()
+    step()
+    before, functions = state_of(*things), patched()
+
+    def fail(*_):
+        raise OurError(when)
+
+    model, optimizer = things[:2]
+    handles = [
+        model.last.register_forward_hook(fail) if when == "forward" else None,
+        model.last.weight.register_hook(fail) if when == "backward" else None,
+        optimizer.register_step_post_hook(fail) if when == "step" else None,
+    ]
+    calls = []
+
+    def failing():
+        calls.append(step())
+        if when == "micro" and len(calls) == 3:
+            fail()
+
+    with pytest.raises(OurError, match=when):
+        audit(failing, calls=24, state=things)
+    for handle in handles:
+        if handle:
+            handle.remove()
+    assert state_of(*things) == before
+    assert patched() == functions
+    assert audit(step, calls=2).backwards == 2
+
+
+def test_after_an_audit_every_function_is_the_old_one():
+    functions = patched()
+    audit(plain_training())
+    assert patched() == functions
+
+
+def test_kept_training_goes_on():
+    it = Training()
+    before = state_of(it.model)
+    assert audit(plain(it), calls=3, keep=True).steps == 3
+    assert state_of(it.model) != before and it.optimizer.state
+
+
+def test_a_generator_trains_what_it_was_given():
+    it = Training()
+    step = plain(it)
+
+    def loop(model, optimizer, rounds):
+        for _ in range(rounds):
+            step()
+            yield
+
+    before = state_of(it.model, it.optimizer)
+    report = audit(loop(it.model, it.optimizer, 100), calls=5)
+    assert (report.calls, report.backwards, report.steps) == (5, 5, 5)
+    whole = audit(loop=loop(it.model, it.optimizer, 3))
+    assert (whole.calls, whole.steps) == (3, 3) and "window left over" in whole.not_seen
+    assert state_of(it.model, it.optimizer) == before
+    short = audit(lambda: loop(it.model, it.optimizer, 3))
+    assert short.backwards == 0  # such a function only makes a generator
+
+
+def test_a_generator_function_is_run():
+    it = Training()
+    step = plain(it)
+
+    def loop():
+        for _ in range(4):
+            step()
+            yield
+
+    assert audit(loop=loop).steps == 4
+
+
+def test_a_step_that_trains_nothing():
+    report = audit(lambda: None, calls=2)
+    assert report.findings == () and report.not_seen == ()
+    assert repr(report).splitlines() == [
+        "Watched 2 calls: 0 backward passes, 0 optimizer steps.",
+        "Nothing was seen to train: no backward pass ran.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "said"),
+    [
+        ((), {}, ValueError, "one of step and loop= is expected"),
+        ((print,), {"loop": print}, ValueError, "one of step and loop= is expected"),
+        ((3,), {}, TypeError, "a function, or an iterable that trains, is expected, got int"),
+        ((print,), {"calls": 0}, ValueError, "calls: a whole number of 1 or more is expected, got 0"),
+        ((print,), {"calls": True}, ValueError, "calls"),
+        ((print,), {"calls": 2.5}, ValueError, "calls"),
+        ((print,), {"state": [3]}, TypeError, "state="),
+    ],
+)
+def test_bad_input_is_told(arguments, options, kind, said):
+    with pytest.raises(kind, match=said):
+        audit(*arguments, **options)
+
+
+def test_a_report_tells_evidence_and_what_to_do():
+    report = audit(no_zero_grad(), calls=3)
+    first, finding, advice, *rest = repr(report).splitlines()
+    assert first == "Watched 3 calls: 3 backward passes, 3 optimizer steps."
+    assert finding == (
+        "gradients pile up: 2 of 3 steps of AdamW used gradients again: in call 2 those of backward 2 lay on top of "
+        "those of backward 1, which an earlier step had used"
+    )
+    assert advice == "  Call optimizer.zero_grad() after each step."
+    assert rest[0].startswith("Not seen: gradients cleared inside the window, ")
+    assert any(line.startswith("Not looked for: window left over (") for line in rest)
+    assert not any("fine" in line for line in rest)
+    assert labsupport.audit is audit
+
+
+def test_the_numbers_are_those_of_the_case():
+    clipped = audit(clip_before_unscale(), calls=2).findings[0].evidence
+    assert "to 1 that were scaled by 1024, so in truth to 0.000977" in clipped
+    sizes = audit(odd_dimensions(), calls=2, target="cuda").findings[0].evidence
+    assert "table.num_embeddings 50257 -> 50304" in sizes and "head.out_features 1001 -> 1008" in sizes
+    assert "64" not in sizes.replace("50304", "")
+    report = audit(scheduler_for_each_micro_batch(), calls=8)
+    assert "8 steps for 2 of AdamW" in report.findings[0].evidence
+    whole = audit(one_checkpoint_around_everything(), calls=2).findings[0].evidence
+    assert "Sequential is the only one" in whole
+    blind = audit(a_reentrant_checkpoint_on_the_batch(), calls=2).findings[0].evidence
+    assert "2 parameters got none: first.0.bias, first.0.weight" in blind
+
+
+def test_what_was_not_looked_for_says_why():
+    report = audit(plain_training(), calls=2)
+    assert set(report.not_looked_for) == {
+        "window left over",
+        "recompiled for a shape",
+        "graph breaks",
+        "checkpoint saves nothing",
+        "checkpoint without gradients",
+        "checkpoint with other randomness",
+        "dimensions off the tensor cores",
+    }
+    assert set(report.not_seen) | set(report.not_looked_for) == {rule.name for rule in RULES}
