@@ -1,16 +1,17 @@
 """An audit of a training step: a few of them watched, and the faults of technique that were seen, with the evidence."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from importlib.resources import files
 from inspect import isgeneratorfunction
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any
 
-from labsupport.diagnose import graph_rules, window_rules
+from labsupport.diagnose import rules
 from labsupport.diagnose.seen import Seen
 from labsupport.diagnose.watch import Watch
-from labsupport.measure.state import KeptState, found_in
+from labsupport.measure.state import KeptState, found_in, reach
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Finding:
 class AuditReport:
     """What an audit has seen: `findings`, and what it looked for in vain. That is "not seen", and no proof of more:
     `calls` calls with `backwards` backward passes and `steps` optimizer steps were watched, of which the GradScaler
-    skipped `skipped`. `not_looked_for`: name -> why."""
+    skipped `skipped`. `not_looked_for`: name -> why. `not_put_back`: parameters that it could not find beforehand."""
 
     calls: int
     backwards: int
@@ -38,6 +39,7 @@ class AuditReport:
     findings: tuple[Finding, ...]
     not_seen: tuple[str, ...]
     not_looked_for: dict[str, str]
+    not_put_back: str
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,6 +59,10 @@ class AuditReport:
         for why in dict.fromkeys(self.not_looked_for.values()):
             names = [name for name, reason in self.not_looked_for.items() if reason == why]
             said.append(f"Not looked for: {', '.join(names)} ({why}).")
+        if self.not_put_back:
+            said.append(
+                f"Trained and not put back: {self.not_put_back}. Name them next time: state=[model, optimizer]."
+            )
         return tuple(said)
 
     def __repr__(self) -> str:
@@ -96,12 +102,15 @@ def audit(
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
         raise ValueError(f"calls: a whole number of 1 or more is expected, got {calls!r}")
     watch = Watch()
-    things = [] if keep else _state_of(watched) if state is None else state
+    things = [] if keep else _state_of(watched) if state is None else list(state)
     kept = KeptState(things, randomness=not keep)
     try:
         with watch:
             ended = _run(watched, watch, calls if loop is None else None)
-        return _report(watch, ended, target)
+        seen = Seen(watch, ended, target)
+        known = set() if keep else set(seen.named()) - reach(things)
+        lost = [key for key in known & set(watch.gradients) if watch.gradients[key].moved]
+        return _report(seen, seen.names(lost))
     finally:
         if not keep:
             kept.put_back()
@@ -109,7 +118,10 @@ def audit(
 
 def _state_of(watched: Any) -> list[Any]:
     frame = watched.gi_frame if isinstance(watched, GeneratorType) else None
-    return found_in(watched if frame is None else partial(id, *frame.f_locals.values()))
+    if frame is None:
+        return found_in(watched)
+    named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
+    return [thing for part in (*frame.f_locals.values(), *named) for thing in found_in(part)]
 
 
 def _run(watched: Any, watch: Watch, calls: int | None) -> bool:
@@ -128,134 +140,19 @@ def _run(watched: Any, watch: Watch, calls: int | None) -> bool:
     return False
 
 
-def _report(watch: Watch, ended: bool, target: str | None) -> AuditReport:
-    seen = Seen(watch, ended, target)
+def _report(seen: Seen, not_put_back: str) -> AuditReport:
+    watch, backwards = seen.watch, seen.watch.backwards
     findings: list[Finding] = []
-    not_seen, not_looked_for = [], {}
-    for rule in RULES if watch.backwards else ():
-        evidence = rule.look(seen)
-        findings += [Finding(rule.name, each, rule.advice) for each in evidence or ()]
-        if evidence is None:
-            not_looked_for[rule.name] = rule.needs
-        elif not evidence:
-            not_seen.append(rule.name)
+    not_looked_for: dict[str, str] = {}
+    table = tomllib.loads((files("labsupport.diagnose") / "faults.toml").read_text())
+    for fault in table["fault"] if backwards else ():
+        if "needs" in fault and not getattr(seen, fault["needs"]):
+            not_looked_for[fault["name"]] = fault["why"]
+            continue
+        for numbers in getattr(rules, fault["rule"])(seen):
+            findings.append(Finding(fault["name"], fault["evidence"].format(**numbers), fault["advice"]))
+    found = {each.name for each in findings} | set(not_looked_for)
+    names = dict.fromkeys(each["name"] for each in table["fault"] if backwards and each["name"] not in found)
     skipped = sum(each.skipped for each in seen.steps)
-    return AuditReport(
-        watch.call, watch.backwards, len(seen.steps), skipped, tuple(findings), tuple(not_seen), not_looked_for
-    )
-
-
-class Rule(NamedTuple):
-    """`look` gives the evidence, or None where it could not look for want of what it `needs`."""
-
-    name: str
-    look: Callable[[Seen], list[str] | None]
-    advice: str
-    needs: str = ""
-
-
-COMPILED = "nothing was compiled while it was watched"
-CHECKPOINTS = "no checkpoint ran"
-RULES = (
-    Rule("gradients pile up", window_rules.piled_up, "Call optimizer.zero_grad() after each step."),
-    Rule(
-        "gradients cleared inside the window",
-        window_rules.cleared_in_window,
-        "Call zero_grad() once a window: right after optimizer.step(), not for each micro-batch.",
-    ),
-    Rule(
-        "gradients cleared before the step",
-        window_rules.cleared_before_step,
-        "Move zero_grad() behind optimizer.step(), or in front of backward().",
-    ),
-    Rule("step before backward", window_rules.step_before_backward, "Call optimizer.step() after backward()."),
-    Rule(
-        "clipped before unscale_", window_rules.clipped_while_scaled, "Call scaler.unscale_(optimizer) before you clip."
-    ),
-    Rule(
-        "scales mixed in a window",
-        window_rules.mixed_scales,
-        "Call scaler.unscale_() and scaler.update() only after the last micro-batch of the window.",
-    ),
-    Rule(
-        "scheduler inside the window",
-        window_rules.scheduled_in_window,
-        "Call scheduler.step() once, after optimizer.step().",
-    ),
-    Rule(
-        "scheduler at a skipped step",
-        window_rules.scheduled_at_skipped,
-        "Step the scheduler only if scaler.get_scale() has not become smaller in scaler.update().",
-    ),
-    Rule(
-        "window left over",
-        window_rules.left_over,
-        "Step at the last micro-batch too, with the loss divided by what is in that window.",
-        "the watch ended before the loop did: audit(loop=...) runs one to its end",
-    ),
-    Rule(
-        "loss not divided by the window",
-        window_rules.undivided,
-        "Divide each loss by the number of micro-batches (or by the window's tokens) before backward().",
-    ),
-    Rule(
-        "recompiled for a shape",
-        graph_rules.recompiled,
-        "Keep shapes fixed (drop_last, padding), or torch._dynamo.mark_dynamic() the dimension that varies.",
-        COMPILED,
-    ),
-    Rule(
-        "graph breaks",
-        graph_rules.graph_breaks,
-        "Return tensors and read them outside; torch.where in the place of if.",
-        COMPILED,
-    ),
-    Rule(
-        "checkpoint saves nothing",
-        graph_rules.saves_nothing,
-        "Checkpoint blocks of several layers, each by itself: about the square root of their number.",
-        CHECKPOINTS,
-    ),
-    Rule("checkpoint without gradients", graph_rules.blind_checkpoint, "Pass use_reentrant=False.", CHECKPOINTS),
-    Rule(
-        "checkpoint with other randomness",
-        graph_rules.other_randomness,
-        "Leave preserve_rng_state at True.",
-        CHECKPOINTS,
-    ),
-    Rule(
-        "autocast without effect",
-        graph_rules.no_autocast,
-        "Run the forward within torch.autocast(the device of the model).",
-    ),
-    Rule("float16 gradients lost", graph_rules.lost_fp16, "Scale the loss with torch.amp.GradScaler, or use bfloat16."),
-    Rule(
-        "weights too coarse for the steps",
-        graph_rules.coarse_weights,
-        "Keep the weights in float32, and let autocast choose the precision of each operation.",
-    ),
-    Rule(
-        "BatchNorm per micro-batch",
-        window_rules.batch_norm,
-        "Its result depends on the micro-batch's size: GroupNorm or LayerNorm, frozen statistics, or accept it.",
-    ),
-    Rule(
-        "graphs kept",
-        graph_rules.graphs_kept,
-        "Add up loss.detach(), detach what goes on into the next step, drop retain_graph.",
-    ),
-    Rule(
-        "parameters without gradient", graph_rules.without_gradient, "Look for a detach() on their way, or freeze them."
-    ),
-    Rule(
-        "gradients without optimizer",
-        graph_rules.without_optimizer,
-        "Give them to the optimizer, or requires_grad_(False).",
-    ),
-    Rule(
-        "dimensions off the tensor cores",
-        graph_rules.odd_dimensions,
-        "Make them multiples of 8 (a vocabulary's of 64).",
-        "no matrix product in half precision on CUDA; target='cuda' asks for its rules",
-    ),
-)
+    counts = watch.call, backwards, len(seen.steps), skipped
+    return AuditReport(*counts, tuple(findings), tuple(names), not_looked_for, not_put_back)

@@ -40,7 +40,8 @@ class _CheckpointWatch:
 
     def _save_inputs(self, save: Callable[..., Any], frame: Any, *inputs: Any) -> None:
         save(frame, *inputs)
-        storages = {id(part): part for each in tensors_in(inputs) if not _is_weight(each) for part in storages_of(each)}
+        made = [each for each in tensors_in(inputs) if each.requires_grad and not _is_weight(each)]  # not the batch
+        storages = {id(part): part for each in made for part in storages_of(each)}
         self._inputs_bytes = sum(part.nbytes() for part in storages.values())
 
     @contextmanager

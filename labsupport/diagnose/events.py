@@ -12,7 +12,7 @@ from labsupport.diagnose.graphs import Graph
 class Backward:
     """`line`: from where it was called, all the way up; `scale`: a GradScaler's factor; `retains`: the graph was to
     stay; `old`: nodes of it that were made before the last backward pass; `reused`: another pass ran through it;
-    `filled`: parameters that got something, by id; `hooked`: some of them have hooks; `norm` is that of their
+    `leaves`: what it reached, `filled`: what got values, by id; `hooked`: some of them have hooks; `norm`: of their
     gradients; `mixed`: scales of gradients that were added up; `zeros`: the share of float16 gradients without a scale
     that are 0, and `small` of the others that nearly are."""
 
@@ -24,6 +24,7 @@ class Backward:
     scale: float
     retains: bool
     old: int
+    leaves: set[int]
     reused: bool = False
     filled: set[int] = field(default_factory=set)
     hooked: bool = False

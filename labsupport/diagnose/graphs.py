@@ -26,17 +26,24 @@ class Region(NamedTuple):
     device: str
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"autocast({self.device!r})"
+
+    @property
+    def kind(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
 
 @dataclass
 class Graph:
-    """`products`: matrix products by (region, dtype of the result), `operations`: nodes by region, `hidden`: regions
+    """`products`: matrix products by (region, dtype of the result), `regions`: all, `hidden`: those
     with a node that may be anything (a compiled part, a reentrant checkpoint, a function of Python's). `mean`: what the
     loss is the mean of, if nothing divides it. `outside_bytes`: results of nodes outside of `checkpoints`."""
 
     sequences: set[int] = field(default_factory=set)
     names: Counter[str] = field(default_factory=Counter)
     products: Counter[tuple[Region | None, torch.dtype]] = field(default_factory=Counter)
-    operations: Counter[Region | None] = field(default_factory=Counter)
+    regions: set[Region | None] = field(default_factory=set)
     hidden: set[Region | None] = field(default_factory=set)
     batch_norms: int = 0
     mean: str | None = None
@@ -96,7 +103,7 @@ def read_graph(
         region, results = autocasts.at(sequence), node._input_metadata
         graph.sequences.add(sequence)
         graph.names[name] += 1
-        graph.operations[region] += 1
+        graph.regions.add(region)
         if isinstance(node, BackwardCFunction):
             graph.hidden.add(region)
         elif PRODUCT.match(name) and results:

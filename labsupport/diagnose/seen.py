@@ -27,31 +27,40 @@ class Seen:
         self.blind = {id(p) for each in self.checkpoints for p in each.blind if not self.got(id(p))}
         kinds = Counter(each.parameter.device.type for each in watch.gradients.values())
         self.target = target or (kinds.most_common(1)[0][0] if kinds else "cpu")
+        self.half = any(each.graph.half for each in self.backwards.values())
+        self.half_on_cuda, self.compiled = self.half and self.target == "cuda", watch.compilations.count
 
     def got(self, key: int) -> bool:
         """Whether a backward pass ever made a gradient for a parameter."""
         return key in self.watch.gradients and self.watch.gradients[key].got
 
     def unused(self, numbers: Iterable[int]) -> list[int]:
-        """Of some backward passes those whose gradients nobody used. Infinite ones are dropped for good reason."""
-        left = set(numbers) - self.watch.used
-        return sorted(each for each in left if each in self.backwards and math.isfinite(self.backwards[each].norm))
+        """Of some backward passes those whose gradients nobody used. Infinite ones are dropped for good
+        reason, and where an input got one too, that may be what was wanted."""
+        left = [self.backwards[each] for each in set(numbers) - self.watch.used if each in self.backwards]
+        return sorted(
+            each.number for each in left if math.isfinite(each.norm) and each.leaves <= set(self.watch.gradients)
+        )
 
     def micro_batches(self, step: Step) -> list[Backward]:
         """The backward passes of a step, if they are several, of one line and one kind of graph. Those of several
         losses, or of real and fake samples, come from lines of their own."""
         used = [self.backwards[each] for each in sorted(step.used) if each in self.backwards]
         alike = {(each.line, frozenset(each.graph.names.items()), frozenset(each.filled)) for each in used}
-        return used if len(used) > 1 and len(alike) == 1 else []
+        apart = any(
+            each.used & step.used and each.used != step.used for each in self.steps
+        )  # windows of another length
+        return used if len(used) > 1 and len(alike) == 1 and not apart else []
 
     def names(self, keys: Iterable[int]) -> str:
-        known = {
-            id(parameter): f"{name}.{part}".removeprefix(".")
-            for name, module in self.modules()
-            for part, parameter in module.named_parameters(recurse=False)
-        }
+        known = self.named()
         named = sorted(known.get(key, "one without a name") for key in keys)
         return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+    def named(self) -> dict[int, str]:
+        """The names of the parameters that modules of this process hold, by id."""
+        parts = ((name, *part) for name, module in self.modules() for part in module.named_parameters(recurse=False))
+        return {id(parameter): f"{name}.{part}".removeprefix(".") for name, part, parameter in parts}
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules of this process whose parameters were seen, with their names."""

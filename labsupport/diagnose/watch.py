@@ -5,6 +5,7 @@ engine and its sequence numbers, the cell behind `clip_grad_norm_` (a name that 
 function), the hooks of checkpoints, and dynamo's metrics.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +50,7 @@ class Watch:
         self._open: dict[str, tuple[Step, int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._graphs: list[weakref.ref[Any]] = []
         self._retained: list[Backward] = []
-        self._scheduling = self._last_start = 0
+        self._scheduling = self._last_start = self._alive = 0
         self._skipped: dict[Any, bool] = {}
         self._patches = Patches()
 
@@ -109,11 +110,13 @@ class Watch:
         for node in ends:
             getattr(node, "metadata", {})["labsupport.audit"] = token
         source = source_line(*innermost_line(self._skipped)[0])
-        return Backward(self.backwards, self.call, _line(), source, graph, scale, bool(retain) and not create, old)
+        reached, retains = {id(leaf) for leaf in leaves}, bool(retain) and not create
+        return Backward(self.backwards, self.call, _line(), source, graph, scale, retains, old, reached)
 
     def _end_backward(self, event: Backward) -> None:
         fresh = {key for key, each in self.gradients.items() if not each.held}
-        event.filled = {key for key, each in self.gradients.items() if each.fill(event.number, event.scale)}
+        numbers, leaves = (event.number, event.scale), event.leaves
+        event.filled = {key for key, each in self.gradients.items() if each.fill(*numbers, reached=key in leaves)}
         filled = [self.gradients[key] for key in event.filled]
         event.norm = norm_of(each.parameter.grad for each in filled if each.parameter.grad is not None)
         for each in filled:
@@ -128,6 +131,8 @@ class Watch:
             self.used.add(event.number)  # within an optimizer's step, by a closure: it knows what it asked for
         if event.retains:
             self._retained.append(event)
+        else:
+            event.graph.sequences.clear()
         self.events.append(event)
 
     def _know(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -147,7 +152,9 @@ class Watch:
         self._know(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         others = sum(name.partition(" ")[0] == kind for name in self._names.values())
-        name = self._names.setdefault(id(parameters[0]), f"{kind} {others + 1}" if others else kind)
+        name = self._names.setdefault(
+            id(parameters[0] if parameters else optimizer), f"{kind} {others + 1}" if others else kind
+        )
         self.owners.setdefault(name, set()).update(id(each) for each in parameters)
         return name
 
@@ -191,14 +198,20 @@ class Watch:
         return step
 
     def _finish(self, step: Step) -> None:
-        step.alive = sum(graph() is not None for graph in self._graphs)
+        if self._count_graphs() > self._alive:
+            gc.collect()  # what only cycles hold is not kept
+        self._alive = step.alive = self._count_graphs()
         self.compilations.see(self.call)
         self.events.append(step)
+
+    def _count_graphs(self) -> int:
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return len(self._graphs)
 
     def _use(self, step: Step) -> None:
         for key in self.owners[step.optimizer]:
             each = self.gradients[key]
-            step.found |= bool(each.held)
+            step.found |= bool(each.held) or each.zero
             step.touched |= each.touched
             used, again = each.use(step.number)
             step.used |= used

@@ -76,10 +76,11 @@ def _inside(thing: Any) -> list[Any]:
 
 def share_state(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether two lists of such things have a tensor or a thing in common."""
-    return bool(_reach(some) & _reach(others))
+    return bool(reach(some) & reach(others))
 
 
-def _reach(things: Iterable[Any]) -> set[int]:
+def reach(things: Iterable[Any]) -> set[int]:
+    """The ids of some things, and of the tensors that they train or hold."""
     reached = set()
     for thing in things:
         reached.add(id(thing))
@@ -130,6 +131,9 @@ class KeptState:
         self._others = [
             (thing, copy.deepcopy(thing.state_dict())) for thing in things if not isinstance(thing, Keepable)
         ]
+        # What a GradScaler knows of gradients that wait is in no state_dict; an error may come before its update().
+        scalers = [thing for thing in things if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
+        self._waiting = [(scaler, copy.deepcopy(scaler._per_optimizer_states)) for scaler in scalers]
         self._modes = [(module, module.training) for module in modules]
         # Which tensor each name means: `self.average = 0.9 * self.average + x` makes it mean another one.
         # (What TorchScript has there is no dict, and cannot be changed.)
@@ -175,6 +179,8 @@ class KeptState:
                     group["params"] = list(parameters)
         for thing, kept_dict in self._others:
             thing.load_state_dict(copy.deepcopy(kept_dict))
+        for scaler, waiting in self._waiting:
+            scaler._per_optimizer_states = copy.deepcopy(waiting)
         for module, training in self._modes:
             module.training = training
         if self._random is None:
