@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Graph:
     batch_norms: int = 0
     mean: str | None = None
     checkpoints: set[int] = field(default_factory=set)
-    outside_bytes: int = 0
+    outside_bytes: float = 0
 
     @property
     def half(self) -> set[torch.dtype]:
@@ -113,8 +113,13 @@ def read_graph(
         if inside is not None:
             graph.checkpoints.add(inside)
         else:
-            graph.outside_bytes += sum(prod(each.shape) * each.dtype.itemsize for each in results)
+            graph.outside_bytes += sum(_nbytes(each) for each in results)
     return graph, leaves, [*roots, oldest]
+
+
+def _nbytes(result: Any) -> float:
+    known = all(type(size) is int for size in result.shape)  # those of a jagged tensor are symbols
+    return prod(result.shape) * result.dtype.itemsize if known else inf
 
 
 def _nodes(roots: Sequence[Any]) -> Iterator[Any]:

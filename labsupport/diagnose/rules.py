@@ -152,7 +152,8 @@ def graph_breaks(seen: Seen) -> Evidence:
 
 def spares_nothing(seen: Seen) -> Evidence:
     told = [each for each in seen.checkpoints if each.kept_bytes and each.saved_bytes]
-    for each in (wrong := [each for each in told if each.saved_bytes <= (1 + SPARES_NOTHING) * each.kept_bytes])[:1]:
+    wrong = [each for each in told if each.saved_bytes <= (1 + SPARES_NOTHING) * each.kept_bytes]
+    for each in wrong[:1] if 2 * len(wrong) >= len(told) else ():
         sizes = {"block": each.block, "kept": each.kept_bytes, "saved": each.saved_bytes}
         yield {"times": len(wrong), "checkpoints": len(told), **sizes}
 

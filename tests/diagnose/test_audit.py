@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 import labsupport
 from labsupport.diagnose import audit
+from labsupport.measure.state import found_in
+from labsupport.train import Recipe, Workload, build_step
 
 WINDOW = 4
 TABLE = Path(labsupport.__file__).parent / "diagnose" / "faults.toml"
@@ -77,6 +79,7 @@ def correct(make=None, **options):
 
 
 def run(make, options):
+    torch.manual_seed(0)
     step = make()
     options = dict(options)
     return audit(loop=step, **options) if options.pop("whole", False) else audit(step, **options)
@@ -1299,6 +1302,31 @@ def checkpoints_with_a_wide_mask():
     return step
 
 
+@correct
+def jagged_tensors():
+    it = Training()
+
+    def step():
+        it.optimizer.zero_grad()
+        rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+        it.model(rows).values().square().mean().backward()
+        it.optimizer.step()
+
+    return step
+
+
+@correct
+def every_child_checkpointed():
+    workload = Workload(
+        "deep",
+        lambda: nn.Sequential(*(Block(8) for _ in range(4)), nn.Linear(8, 1)),
+        lambda n, device: torch.randn(n, 8, device=device),
+        lambda model, batch: model(batch).square().mean(),
+        torch.optim.AdamW,
+    )
+    return build_step(workload, Recipe(16, precision="bf16", checkpointing=True), "cpu")
+
+
 # What an audit leaves alone.
 
 
@@ -1354,6 +1382,34 @@ def test_the_steps_are_the_same_bit_for_bit():
             step()
 
     assert seeded(without) == seeded(lambda step: audit(step, calls=12, keep=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        compiled_with_fixed_shapes,
+        a_compiled_step,
+        fp16_with_a_fused_optimizer,
+        checkpointed_blocks,
+        checkpointed_reentrant,
+        checkpointed_by_a_policy,
+        two_networks_against_each_other,
+        a_gradient_penalty,
+        a_closure_called_often,
+        steps_within_backward,
+        dropout_without_its_random_state,
+        a_branch_on_data,
+        zero_grad_between_backward_and_step,
+    ],
+)
+def test_other_steps_are_the_same_bit_for_bit(make):
+    def after(run):
+        torch.manual_seed(0)
+        step = make()
+        run(step)
+        return state_of(*found_in(step))
+
+    assert after(lambda step: [step() for _ in range(5)]) == after(lambda step: audit(step, calls=5, keep=True))
 
 
 def test_afterwards_everything_is_as_it_was():
