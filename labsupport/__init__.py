@@ -20,6 +20,7 @@ _EXPORTS = {
     "plan_memory": "labsupport.train.plan",
     "find_batch_size": "labsupport.train.batch_size",
     "ExperimentLog": "labsupport.diagnose.experiments",
+    "audit": "labsupport.diagnose.audit",
     "explain_oom": "labsupport.diagnose.out_of_memory",
     "plot": "labsupport.show.plots",
 }

@@ -30,7 +30,7 @@ def found_in(step: Callable[..., Any]) -> list[Any]:
         named += parts
         read += [part for part in _once(parts) if _module_of(part) == home and not any(part is old for old in read)]
     inner = [part for each in _once(named) for part in _inside(each)]
-    return [each for each in _once([*named, *inner]) if not inspect.isclass(each) and _has_state(each)]
+    return [each for each in _once([*named, *inner]) if not inspect.isclass(each) and _gives_state(each)]
 
 
 def _module_of(thing: Any) -> str | None:
@@ -76,10 +76,11 @@ def _inside(thing: Any) -> list[Any]:
 
 def share_state(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether two lists of such things have a tensor or a thing in common."""
-    return bool(_reach(some) & _reach(others))
+    return bool(reach(some) & reach(others))
 
 
-def _reach(things: Iterable[Any]) -> set[int]:
+def reach(things: Iterable[Any]) -> set[int]:
+    """The ids of some things, and of the tensors that they train or hold."""
     reached = set()
     for thing in things:
         reached.add(id(thing))
@@ -92,6 +93,17 @@ def _reach(things: Iterable[Any]) -> set[int]:
 
 def _has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _gives_state(thing: Any) -> bool:
+    """Some only pass on the state of what they wrap, and that has none: Accelerate's data loaders."""
+    if not _has_state(thing) or isinstance(thing, Keepable):
+        return _has_state(thing)
+    try:
+        thing.state_dict()
+    except Exception:  # whatever it is, there is no state to keep
+        return False
+    return True
 
 
 def _once(things: Iterable[Any]) -> list[Any]:
@@ -119,6 +131,9 @@ class KeptState:
         self._others = [
             (thing, copy.deepcopy(thing.state_dict())) for thing in things if not isinstance(thing, Keepable)
         ]
+        # What a GradScaler knows of gradients that wait is in no state_dict; an error may come before its update().
+        scalers = [thing for thing in things if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
+        self._waiting = [(scaler, copy.deepcopy(scaler._per_optimizer_states)) for scaler in scalers]
         self._modes = [(module, module.training) for module in modules]
         # Which tensor each name means: `self.average = 0.9 * self.average + x` makes it mean another one.
         # (What TorchScript has there is no dict, and cannot be changed.)
@@ -164,6 +179,8 @@ class KeptState:
                     group["params"] = list(parameters)
         for thing, kept_dict in self._others:
             thing.load_state_dict(copy.deepcopy(kept_dict))
+        for scaler, waiting in self._waiting:
+            scaler._per_optimizer_states = copy.deepcopy(waiting)
         for module, training in self._modes:
             module.training = training
         if self._random is None:

@@ -303,6 +303,16 @@ def test_an_object_with_a_state_dict_is_put_back_as_often_as_needed():
         assert counter.state == {"seen": [0]}
 
 
+def test_a_scaler_that_was_left_between_unscale_and_update():
+    model, scaler = nn.Linear(1, 1), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = KeptState([model, optimizer, scaler])
+    for _ in range(2):
+        scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+        scaler.unscale_(optimizer)  # raises where it has been called since the last update
+        kept.put_back()
+
+
 def test_random_draws_are_repeated_with_no_state_at_all():
     def draw():
         return torch.rand(2).tolist(), torch.randn(3).tolist(), np.random.normal(), random.gauss(0, 1)
@@ -474,6 +484,23 @@ def test_a_method_and_an_object_that_is_called_are_read_too():
     run = Run()
     assert ids(found_in(run.other_step)) == ids([run.model, run.optimizer, run.network, OTHER])
     assert ids(found_in(run)) == ids([run.model, run.optimizer, run.network, MODEL])
+
+
+class PassingOn:
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def state_dict(self):
+        return self.wrapped.state_dict()
+
+    load_state_dict = state_dict
+
+
+def test_what_passes_on_a_state_that_is_none_is_not_found():
+    empty, full = PassingOn([]), PassingOn(Counter())
+    assert ids(found_in(lambda: (empty, full))) == ids([full, full.wrapped])
+    with pytest.raises(AttributeError):
+        KeptState([empty])  # given, it has to
 
 
 def test_an_object_with_slots():
