@@ -9,8 +9,8 @@ from types import GeneratorType
 from typing import Any
 
 from labsupport.diagnose import rules
-from labsupport.diagnose.seen import Seen
-from labsupport.diagnose.watch import Watch
+from labsupport.diagnose.watching.seen import Seen
+from labsupport.diagnose.watching.watch import Watch
 from labsupport.measure.state import KeptState, found_in, reach
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from labsupport.diagnose.events import Backward, Scheduled, Step
-from labsupport.diagnose.seen import Seen, passes
+from labsupport.diagnose.watching.events import Backward, Scheduled, Step
+from labsupport.diagnose.watching.seen import Seen, passes
 
 Evidence = Iterator[dict[str, Any]]
 

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from labsupport.diagnose.autocasts import watch_autocast
-from labsupport.diagnose.checkpoints import watch_checkpoints
-from labsupport.diagnose.compilations import Compilations
-from labsupport.diagnose.events import Backward, Clipped, Scheduled, Step
-from labsupport.diagnose.gradients import Gradient, norm_of, values_of
-from labsupport.diagnose.graphs import HALF, read_graph
-from labsupport.diagnose.patches import Patches, quiet, running_backward
+from labsupport.diagnose.watching.autocasts import watch_autocast
+from labsupport.diagnose.watching.checkpoints import watch_checkpoints
+from labsupport.diagnose.watching.compilations import Compilations
+from labsupport.diagnose.watching.events import Backward, Clipped, Scheduled, Step
+from labsupport.diagnose.watching.gradients import Gradient, norm_of, values_of
+from labsupport.diagnose.watching.graphs import HALF, read_graph
+from labsupport.diagnose.watching.patches import Patches, quiet, running_backward
 from labsupport.measure.storages import innermost_line, source_line, tensors_in
 
 SMALL = 2.0**-20  # below it float16 has four bits or fewer: its smallest step is 2 ** -24

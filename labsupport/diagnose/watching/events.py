@@ -5,7 +5,7 @@ from math import nan
 
 import torch
 
-from labsupport.diagnose.graphs import Graph
+from labsupport.diagnose.watching.graphs import Graph
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.amp.autocast_mode import autocast
 
-from labsupport.diagnose.graphs import Region, Spans
-from labsupport.diagnose.patches import Patches
+from labsupport.diagnose.watching.graphs import Region, Spans
+from labsupport.diagnose.watching.patches import Patches
 
 
 def watch_autocast(patches: Patches) -> Spans:

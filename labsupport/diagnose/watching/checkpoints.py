@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from labsupport.diagnose.events import Checkpointed
-from labsupport.diagnose.graphs import Spans
-from labsupport.diagnose.patches import Patches, running_backward
+from labsupport.diagnose.watching.events import Checkpointed
+from labsupport.diagnose.watching.graphs import Spans
+from labsupport.diagnose.watching.patches import Patches, running_backward
 from labsupport.measure.state import found_in
 from labsupport.measure.storages import storages_of, tensors_in
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from labsupport.diagnose.events import Backward, Checkpointed, Clipped, Step
-from labsupport.diagnose.watch import Watch
+from labsupport.diagnose.watching.events import Backward, Checkpointed, Clipped, Step
+from labsupport.diagnose.watching.watch import Watch
 
 
 class Seen:
