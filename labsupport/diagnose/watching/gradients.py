@@ -8,6 +8,7 @@ from labsupport.measure.storages import parts_of
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SMALL = 2.0**-20  # below it float16 has four bits or fewer: its smallest step is 2 ** -24
 BY_HAND = 0  # stands where the number of a backward pass would
 
 Digest = tuple[tuple[int, ...], bool]
@@ -97,3 +98,11 @@ class Gradient:
 def norm_of(gradients: Iterable[torch.Tensor]) -> float:
     norms = [torch.linalg.vector_norm(part.abs().double()) for each in gradients for part in values_of(each)]
     return float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) if norms else 0.0
+
+
+def shares_of(gradients: Iterable[torch.Tensor | None]) -> tuple[float, float]:
+    """Which share of the values is exactly zero, and which of the others is small."""
+    values = [part.abs() for each in gradients if each is not None for part in values_of(each)]
+    count, rest = sum(each.numel() for each in values), sum(int((each != 0).sum()) for each in values)
+    small = sum(int(((each != 0) & (each < SMALL)).sum()) for each in values)
+    return (count - rest) / max(1, count), small / max(1, rest)

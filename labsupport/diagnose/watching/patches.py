@@ -38,6 +38,15 @@ class Patches(ExitStack):
         setattr(owner, name, staticmethod(new) if inherited else new)
 
 
+def is_traced(output: Any) -> bool:
+    """Whether it stands for values that are not there: a compiler traces, or torch.func transforms."""
+    return isinstance(output, torch.Tensor) and (
+        torch._C._functorch.is_functorch_wrapped_tensor(output)
+        or torch._is_functional_tensor(output)
+        or isinstance(output, torch._subclasses.FakeTensor)
+    )
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """For what we compute ourselves: recorded by no graph, and seen by no mode of the user's."""

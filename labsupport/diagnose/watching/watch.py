@@ -23,12 +23,10 @@ from labsupport.diagnose.watching.autocasts import watch_autocast
 from labsupport.diagnose.watching.checkpoints import watch_checkpoints
 from labsupport.diagnose.watching.compilations import Compilations
 from labsupport.diagnose.watching.events import Backward, Clipped, Scheduled, Step
-from labsupport.diagnose.watching.gradients import Gradient, norm_of, values_of
+from labsupport.diagnose.watching.gradients import Gradient, norm_of, shares_of
 from labsupport.diagnose.watching.graphs import HALF, read_graph
-from labsupport.diagnose.watching.patches import Patches, quiet, running_backward
+from labsupport.diagnose.watching.patches import Patches, is_traced, quiet, running_backward
 from labsupport.measure.storages import innermost_line, source_line, tensors_in
-
-SMALL = 2.0**-20  # below it float16 has four bits or fewer: its smallest step is 2 ** -24
 
 
 class Watch:
@@ -79,7 +77,7 @@ class Watch:
 
     def _backward(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if running_backward() != -1 or capturing or any(_is_traced(each) for each in outputs):
+        if running_backward() != -1 or capturing or any(is_traced(each) for each in outputs):
             return run(outputs, *args, **kwargs)
         with quiet():
             event = self._begin_backward(outputs, *args, **kwargs)
@@ -126,7 +124,7 @@ class Watch:
             event.mixed = max(event.mixed, tuple(sorted(scales)) if len(scales) > 1 else ())
         if torch.float16 in event.graph.half and event.scale == 1:
             gradients = [each.parameter.grad for key, each in self.gradients.items() if key in fresh and each.got]
-            event.zeros, event.small = _shares(gradients)
+            event.zeros, event.small = shares_of(gradients)
         if self._open:
             self.used.add(event.number)  # within an optimizer's step, by a closure: it knows what it asked for
         if event.retains:
@@ -289,14 +287,6 @@ def _with_subclasses(kind: type) -> Iterator[type]:
         yield from _with_subclasses(each)
 
 
-def _is_traced(output: Any) -> bool:
-    return isinstance(output, torch.Tensor) and (
-        torch._C._functorch.is_functorch_wrapped_tensor(output)
-        or torch._is_functional_tensor(output)
-        or isinstance(output, torch._subclasses.FakeTensor)
-    )
-
-
 def _line() -> int:
     """From where, all the way up: the same in each round of a loop."""
     frame: FrameType | None = sys._getframe(1)
@@ -305,11 +295,3 @@ def _line() -> int:
         calls.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return hash(tuple(calls))
-
-
-def _shares(gradients: Iterable[torch.Tensor | None]) -> tuple[float, float]:
-    """Which share of the values is exactly zero, and which of the others is small."""
-    values = [part.abs() for each in gradients if each is not None for part in values_of(each)]
-    count, rest = sum(each.numel() for each in values), sum(int((each != 0).sum()) for each in values)
-    small = sum(int(((each != 0) & (each < SMALL)).sum()) for each in values)
-    return (count - rest) / max(1, count), small / max(1, rest)
