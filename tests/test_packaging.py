@@ -108,7 +108,7 @@ def test_no_path_of_one_machine_is_tracked():
 
 
 def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
-    timing, memory, knobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    timing, memory, knobs, faults = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     matrix = torch.ones(384, 384)
     exec(timing, {"step": lambda: matrix @ matrix, "changed_step": lambda: matrix @ matrix @ matrix})
@@ -122,6 +122,8 @@ def test_what_readme_shows_runs(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     exec(knobs, names)
     assert names["recipe"].effective_batch == 256 and names["step"].model.weight.grad is not None
+    exec(faults, names)
+    assert "Not seen: gradients pile up" in capsys.readouterr().out
     assert "samples (one more): does not fit" in said
     assert said.startswith("peak ") and "gradient 20 B" in said and "Linear" in said
 
