@@ -116,7 +116,8 @@ def _bytes(shown: Shown) -> list[str]:
     high = max(values) * 1.06
     step = next(mib << 20 for mib in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**6) if high <= 5 * (mib << 20))
     out, x, y = _axes(shown, *BYTES, (0, high, step), lambda value: f"{value / (1 << 20):.0f} MiB")
-    out.append(text(LEFT, TOP - 14, "kept after the forward pass, and live at the peak"))
+    out.append(text(LEFT, TOP - 14, "kept after the forward pass", fill=BLUE))
+    out.append(text(LEFT + 200, TOP - 14, "live at the peak", fill=RED))
     least, lowest = shown.best
     out += _curve(shown, 0, BLUE, x, y) + _curve(shown, 1, RED, x, y)
     for which, color, best, beside in ((0, BLUE, least, 20), (1, RED, lowest, -12)):
@@ -132,7 +133,7 @@ def _times(shown: Shown) -> list[str]:
     low, high = math.floor(10 * min(values) + 1e-9) / 10, max(1.4, *values) + 0.02
     step = next(each for each in (0.1, 0.2, 0.5, 1, 5, 1000) if high - low <= 5 * each)
     out, x, y = _axes(shown, *TIMES, (low, high, step), lambda value: f"{value:.1f}x")
-    out.append(text(TIMES[0] - 52, TOP - 14, "products (line), measured time (dots)"))
+    out.append(text(TIMES[0] - 52, TOP - 14, "products (line), measured time (diamonds)"))
     return out + _curve(shown, 2, GREEN, x, y)
 
 
