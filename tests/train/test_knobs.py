@@ -173,6 +173,25 @@ def test_what_recomputes_is_compiled_once(name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
+@pytest.mark.parametrize("name", ["every block", "segments", "policy"])
+def test_recomputing_takes_the_bytes_of_the_plain_loop(name):
+    """Results are the same however many segments there are: only bytes tell."""
+    model = net(KNOBS[name]["checkpointing"])
+    optimizer, (images, labels) = WORKLOAD.optimizer(model.parameters()), batch(8, None)
+    with MemoryLedger(model, optimizer, inputs=(images, labels)) as plain:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            del loss
+    step = build_step(WORKLOAD, Recipe(batch_size=8, **KNOBS[name]), "cpu")
+    with MemoryLedger(step.model, step.optimizer, inputs=step.batch) as ledger:
+        for _ in range(2):
+            step()
+    assert ledger.peak_bytes == plain.peak_bytes
+
+
 # Windows.
 
 
